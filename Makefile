@@ -1,0 +1,42 @@
+# Tinworks. `make demo` and `make test` are all that a clone needs; both install first, into $(VENV).
+# `make VENV=DIR …` uses another virtual environment, `make PYTHON=… …` another Python (3.11 or newer).
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+
+.PHONY: help install demo test test-all lint proto clean
+
+help:
+	@echo "make demo      install, then train and sample a tiny model through the official SDK"
+	@echo "make test      the fast tests"
+	@echo "make test-all  all tests"
+	@echo "make lint      ruff, mypy, the layering rules"
+	@echo "make proto     regenerate app/wire/tinker_pb2.py"
+	@echo "make clean     remove what install, tests and tools have made"
+
+install:
+	@$(PYTHON) scripts/install.py --venv $(VENV)
+
+demo: install
+	@$(BIN)/python examples/demo.py
+
+test: install
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: install
+	$(BIN)/python -m pytest -m '' $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy app workers
+	$(BIN)/lint-imports
+
+proto: install
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. app/wire/tinker.proto
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find app workers migrations tests examples bench scripts -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

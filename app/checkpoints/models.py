@@ -1,0 +1,47 @@
+"""Snapshots (immutable blobs) and the checkpoints (names) that point at them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, String
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.db import Base, UtcDateTime, utc_now
+
+
+class Snapshot(Base):
+    """A run's state at one `seq_id`, in the blob store under `snapshots/<id>/`. The id is never used again.
+
+    `kind` is `state` (adapter, optimizer, counters: what training resumes from) or `adapter` (what samplers load).
+    `session_id` is set on ephemeral sampler snapshots, which live with their session.
+    """
+
+    __tablename__ = "snapshots"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    owner_id: Mapped[str] = mapped_column(ForeignKey("owners.id"), index=True)
+    model_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), index=True)
+    seq_id: Mapped[int] = mapped_column(Integer)
+    kind: Mapped[str] = mapped_column(String(16))
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    session_id: Mapped[str | None] = mapped_column(String(64), index=True)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)
+
+
+class Checkpoint(Base):
+    """A name: `tinker://<model_id>/<kind>/<name>`, kind `weights` or `sampler_weights`."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (Index("ux_checkpoints_path", "model_id", "kind", "name", unique=True),)
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    owner_id: Mapped[str] = mapped_column(ForeignKey("owners.id"), index=True)
+    model_id: Mapped[str] = mapped_column(ForeignKey("runs.id"))
+    kind: Mapped[str] = mapped_column(String(20))
+    name: Mapped[str] = mapped_column(String(200))
+    snapshot_id: Mapped[str] = mapped_column(ForeignKey("snapshots.id"), index=True)
+    user_metadata: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)
+    expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime, index=True)

@@ -1,0 +1,119 @@
+"""Checkpoints by path: what a `tinker://` path points at, and the rows that a save makes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.checkpoints.models import Checkpoint, Snapshot
+from app.db import utc_now
+from app.errors import InvalidRequest, NotFound
+from app.runs.models import Run
+
+TRAINING, SAMPLER = "weights", "sampler_weights"
+_PATH = re.compile(r"tinker://(?P<model_id>[^/\s]+)/(?P<kind>weights|sampler_weights)/(?P<name>[A-Za-z0-9._-]+)")
+
+
+def tinker_path(model_id: str, kind: str, name: str) -> str:
+    """The path that clients use for a checkpoint."""
+    return f"tinker://{model_id}/{kind}/{name}"
+
+
+def snapshot_folder(snapshot_id: str) -> str:
+    """Where a snapshot's files are in the blob store."""
+    return f"snapshots/{snapshot_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A checkpoint, the snapshot it names, and the run that made it."""
+
+    checkpoint: Checkpoint
+    snapshot: Snapshot
+    run: Run
+
+
+def resolve(session: Session, owner_id: str, path: str, *, field: str) -> Resolved:
+    """The owner's checkpoint at `path`. Raises InvalidRequest for a malformed path, NotFound otherwise."""
+    match = _PATH.fullmatch(path)
+    if match is None:
+        raise InvalidRequest(f"{field}: {path!r} is not of the form tinker://<run>/weights|sampler_weights/<name>")
+    row = session.execute(
+        select(Checkpoint, Snapshot, Run)
+        .join(Snapshot, Snapshot.id == Checkpoint.snapshot_id)
+        .join(Run, Run.id == Snapshot.model_id)
+        .where(
+            Checkpoint.owner_id == owner_id,
+            Checkpoint.model_id == match["model_id"],
+            Checkpoint.kind == match["kind"],
+            Checkpoint.name == match["name"],
+        )
+    ).one_or_none()
+    if row is None or (row[0].expires_at is not None and row[0].expires_at <= utc_now()):
+        raise NotFound(f"{field}: there is no checkpoint {path!r}")
+    return Resolved(*row)
+
+
+def exists(session: Session, model_id: str, kind: str, name: str) -> bool:
+    """Whether a run has a checkpoint of that kind and name."""
+    query = select(Checkpoint.id).where(
+        Checkpoint.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name
+    )
+    return session.scalar(query) is not None
+
+
+def add_snapshot(
+    session: Session,
+    *,
+    snapshot_id: str,
+    owner_id: str,
+    model_id: str,
+    seq_id: int,
+    kind: str,
+    size_bytes: int,
+    session_id: str | None = None,
+) -> None:
+    """The row of a snapshot whose files are all written; a second save that shares the blob adds nothing."""
+    if session.get(Snapshot, snapshot_id) is not None:
+        return
+    session.add(
+        Snapshot(
+            id=snapshot_id,
+            owner_id=owner_id,
+            model_id=model_id,
+            seq_id=seq_id,
+            kind=kind,
+            size_bytes=size_bytes,
+            session_id=session_id,
+        )
+    )
+    session.flush()
+
+
+def name_snapshot(
+    session: Session,
+    *,
+    owner_id: str,
+    model_id: str,
+    kind: str,
+    name: str,
+    snapshot_id: str,
+    ttl_seconds: int | None,
+    user_metadata: Mapping[str, str] | None,
+) -> str:
+    """Point a name at a snapshot (a name that exists is pointed anew) and return its path."""
+    query = select(Checkpoint).where(Checkpoint.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name)
+    row = session.scalar(query) or Checkpoint(owner_id=owner_id, model_id=model_id, kind=kind, name=name)
+    now = utc_now()
+    row.snapshot_id = snapshot_id
+    row.user_metadata = dict(user_metadata) if user_metadata is not None else None
+    row.created_at = now
+    row.expires_at = now + timedelta(seconds=ttl_seconds) if ttl_seconds is not None else None
+    session.add(row)
+    session.flush()
+    return tinker_path(model_id, kind, name)

@@ -1,0 +1,166 @@
+"""The `tinworks` command. What a command needs is imported when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="tinworks",
+    help="A self-hosted service that speaks the Tinker API.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+keys = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+DEFAULT_DATA_DIR = Path("tinworks-data")
+DataDirOption = Annotated[
+    Path | None,
+    typer.Option(help="The folder that `tinworks up` was given; without it DATABASE_URL says where the database is."),
+]
+
+
+@app.command()
+def up(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    data_dir: Annotated[
+        Path, typer.Option(envvar="TINWORKS_DATA_DIR", help="Folder of the database, checkpoints, logs and pid files.")
+    ] = DEFAULT_DATA_DIR,
+    base_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[ALIAS[,ALIAS…]=]NAME_OR_PATH",
+            help="A model to serve: a local folder or a hub name, and the names that clients use. May be repeated. "
+            "Without it, a tiny model is made and served as `tiny`.",
+        ),
+    ] = None,
+) -> None:
+    """Run the whole service in the foreground: Redis, migrations, web, one worker per model, scheduled jobs.
+
+    REDIS_URL and DATABASE_URL win over the Redis and the SQLite database that it would bring along.
+    """
+    from app.up.service import UpOptions, run
+
+    with _in_sentences():
+        run(UpOptions(host, port, data_dir, tuple(base_model or ())), say=typer.echo)
+
+
+@app.command()
+def migrate(data_dir: DataDirOption = None) -> None:
+    """Bring the database up to date. Safe to run again, and from several machines at once on Postgres."""
+    _use_data_dir(data_dir)
+    from app.migrate import upgrade
+    from app.settings import get_settings
+
+    with _in_sentences():
+        upgrade(get_settings().database_url)
+    typer.echo("The database is up to date.")
+
+
+@keys.command("create")
+def keys_create(
+    owner: Annotated[str, typer.Argument(help="Whose key it is; a tenant of this name is made if there is none.")],
+    name: Annotated[str, typer.Option(help="What the key is for.")] = "",
+    data_dir: DataDirOption = None,
+) -> None:
+    """Make a key. It is printed once, alone on standard output, and never stored."""
+    _use_data_dir(data_dir)
+    from app.accounts.service import create_key
+
+    with _in_sentences():
+        key, secret = create_key(owner, name)
+    typer.echo(f"Key {key.id} for {owner}. It is shown this once:", err=True)
+    typer.echo(secret)
+
+
+@keys.command("list")
+def keys_list(
+    owner: Annotated[str | None, typer.Option(help="Only the keys of this owner.")] = None,
+    data_dir: DataDirOption = None,
+) -> None:
+    """List the keys: who has them, what they begin with, whether they are revoked."""
+    _use_data_dir(data_dir)
+    from rich.console import Console
+    from rich.table import Table
+
+    from app.accounts.service import list_keys
+
+    table = Table("id", "owner", "name", "begins with", "made", "revoked")
+    with _in_sentences():
+        for key, holder in list_keys(owner):
+            revoked = f"{key.revoked_at:%Y-%m-%d %H:%M}" if key.revoked_at else ""
+            table.add_row(str(key.id), holder.name, key.name, key.prefix, f"{key.created_at:%Y-%m-%d %H:%M}", revoked)
+    Console().print(table)
+
+
+@keys.command("revoke")
+def keys_revoke(
+    key_id: Annotated[int, typer.Argument(help="The number that `tinworks keys list` shows.")],
+    data_dir: DataDirOption = None,
+) -> None:
+    """Revoke a key: requests with it are refused from then on."""
+    _use_data_dir(data_dir)
+    from app.accounts.service import revoke_key
+
+    with _in_sentences():
+        revoked = revoke_key(key_id)
+    if not revoked:
+        _fail(f"There is no key {key_id}, or it is revoked already.")
+    typer.echo(f"Key {key_id} is revoked.")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed_version
+
+    typer.echo(f"tinworks {installed_version('tinworks')}")
+
+
+def _use_data_dir(data_dir: Path | None) -> None:
+    """Let settings find what `tinworks up --data-dir` keeps, unless the environment says otherwise."""
+    if data_dir is not None:
+        os.environ.setdefault("DATABASE_URL", f"sqlite:///{data_dir.expanduser().resolve() / 'tinworks.db'}")
+        os.environ["TINWORKS_DATA_DIR"] = str(data_dir)
+
+
+@contextmanager
+def _in_sentences() -> Iterator[None]:
+    """Turn what a person can mend into one line and exit status 1; anything else keeps its traceback."""
+    from pydantic import ValidationError
+    from sqlalchemy.exc import DBAPIError
+
+    from app.up import CannotStart
+
+    try:
+        yield
+    except CannotStart as error:
+        _fail(str(error))
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        _fail(f"A setting is not valid. {problems}")
+    except DBAPIError as error:
+        cause = str(error.orig).strip().splitlines()[0]
+        _fail(f"The database refused: {cause}. Is DATABASE_URL right, and has `tinworks migrate` run?")
+
+
+def _fail(sentence: str) -> NoReturn:
+    typer.secho(f"tinworks: {sentence}", fg=typer.colors.RED, err=True)
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the `tinworks` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Waiting without polling: one Redis subscription per API process wakes the polls that wait here.
+
+A poll registers first and checks then, so no completion falls between. Notices can be lost (Redis restarts, a worker
+dies after its commit), so every `SWEEP_S`, and after every new subscription, one look at the stores wakes whoever is
+due. No waiter holds a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+log = structlog.get_logger(__name__)
+
+DONE_CHANNEL = "tinworks:done"
+"""Redis channel of completion notices: request ids, one per line."""
+
+SWEEP_S = 2.0
+
+FindFinished = Callable[[Sequence[str]], Awaitable[set[str]]]
+
+
+class Waiters:
+    """The polls that wait in this process, by request id."""
+
+    def __init__(self, redis: Redis, find_finished: FindFinished) -> None:
+        self._redis = redis
+        self._find_finished = find_finished
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.stopping = False
+
+    def start(self) -> None:
+        """Begin to listen; call on the running event loop."""
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._sweep())]
+
+    async def stop(self) -> None:
+        """Stop listening and wake everybody, so that polls answer 408 and the process can end."""
+        self.stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.wake(list(self._waiting))
+
+    @contextlib.contextmanager
+    def waiting_for(self, request_id: str) -> Iterator[asyncio.Event]:
+        """An event that is set once the future may be done."""
+        event = asyncio.Event()
+        self._waiting.setdefault(request_id, set()).add(event)
+        try:
+            yield event
+        finally:
+            events = self._waiting[request_id]
+            events.discard(event)
+            if not events:
+                del self._waiting[request_id]
+
+    def wake(self, request_ids: Sequence[str]) -> None:
+        """Wake the polls of these futures."""
+        for request_id in request_ids:
+            for event in self._waiting.get(request_id, ()):
+                event.set()
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                async with self._redis.pubsub() as channel:
+                    await channel.subscribe(DONE_CHANNEL)
+                    await self._wake_finished()
+                    async for message in channel.listen():
+                        if message["type"] == "message":
+                            self.wake(message["data"].decode().split("\n"))
+            except (RedisError, OSError) as error:
+                log.warning("subscription_lost", error=type(error).__name__)
+                await asyncio.sleep(0.5)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self._wake_finished()
+
+    async def _wake_finished(self) -> None:
+        waiting = list(self._waiting)
+        if not waiting:
+            return
+        try:
+            self.wake(list(await self._find_finished(waiting)))
+        except Exception as error:  # an outage of a store: the next turn looks again
+            log.warning("sweep_failed", error=type(error).__name__)

@@ -1,0 +1,121 @@
+"""The HTTP service: `uvicorn --factory app.main:create_app`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from redis.asyncio import Redis
+from sqlalchemy.exc import OperationalError
+from starlette.exceptions import HTTPException
+
+from app.accounts.service import KeyRing
+from app.body_limit import BodyLimit
+from app.db import Database, get_database
+from app.deps import Services
+from app.errors import TinworksError, Unavailable
+from app.fleet.doorbells import DoorbellPublisher
+from app.fleet.routes import router as fleet_routes
+from app.futures.routes import router as future_routes
+from app.futures.service import FutureService
+from app.futures.waiters import Waiters
+from app.responses import json_response
+from app.runs.routes import router as run_routes
+from app.runs.service import RunService
+from app.sampling.routes import router as sampling_routes
+from app.sampling.service import SamplingService
+from app.sampling.store import SampleInbox
+from app.sessions.routes import router as session_routes
+from app.settings import Settings, get_settings
+from app.storage.blobs import get_blob_store
+from app.telemetry.logs import configure_logs
+
+log = structlog.get_logger(__name__)
+
+
+def make_services(settings: Settings, database: Database) -> Services:
+    """Everything that requests need, wired together."""
+    redis = Redis.from_url(
+        settings.redis_url, socket_connect_timeout=1.0, socket_timeout=5.0, health_check_interval=15, max_connections=64
+    )
+    subscription = Redis.from_url(settings.redis_url, socket_connect_timeout=1.0, socket_keepalive=True)
+    blobs = get_blob_store()
+    sampling = SamplingService(database, SampleInbox(redis, max_waiting=settings.max_waiting_samples))
+    futures = FutureService(database, blobs, sampling)
+    return Services(
+        settings=settings,
+        database=database,
+        redis=redis,
+        keys=KeyRing(database, settings),
+        doorbells=DoorbellPublisher(settings),
+        runs=RunService(database, blobs, settings),
+        sampling=sampling,
+        futures=futures,
+        waiters=Waiters(subscription, futures.find_finished),
+    )
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    services: Services = app.state.services
+    services.doorbells.start()
+    services.waiters.start()
+    yield
+    await services.waiters.stop()
+    await asyncio.to_thread(services.doorbells.stop)
+    await services.redis.aclose()
+    services.database.dispose()
+
+
+def create_app() -> FastAPI:
+    """The application, configured from the environment."""
+    settings = get_settings()
+    configure_logs(settings)
+    app = FastAPI(title="Tinworks", version="0.1.0", lifespan=_lifespan, redirect_slashes=False, docs_url="/docs")
+    app.state.services = make_services(settings, get_database())
+    for router in (fleet_routes, session_routes, run_routes, sampling_routes, future_routes):
+        app.include_router(router)
+    app.add_exception_handler(TinworksError, _tell)
+    app.add_exception_handler(RequestValidationError, _tell_invalid)
+    app.add_exception_handler(HTTPException, _tell_http)
+    app.add_exception_handler(OperationalError, _tell_outage)
+    app.add_exception_handler(Exception, _tell_bug)
+    app.add_middleware(BodyLimit, limit=settings.max_request_bytes)
+    return app
+
+
+def _error(status: int, detail: str, headers: dict[str, str] | None = None) -> Response:
+    return json_response({"detail": detail}, status_code=status, headers=headers)
+
+
+async def _tell(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TinworksError)
+    return _error(error.status, error.detail, error.headers)
+
+
+async def _tell_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first: dict[str, Any] = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+    message = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+    return _error(422, f"{where}: {message}")
+
+
+async def _tell_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, str(error.detail), dict(error.headers or {}))
+
+
+async def _tell_outage(request: Request, error: Exception) -> Response:
+    log.warning("database_outage", path=request.url.path, error=type(error).__name__)
+    return await _tell(request, Unavailable("the database cannot be reached; try again"))
+
+
+async def _tell_bug(request: Request, error: Exception) -> Response:
+    log.error("request_failed", path=request.url.path, exc_info=error)
+    return _error(500, "internal error; the server's log has the details")

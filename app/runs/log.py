@@ -1,0 +1,290 @@
+"""The operation log: every query on `operations`, for the API (append, look up) and for workers (read, finish).
+
+The log is the truth. `(model_id, seq_id)` is unique, so an operation exists once however often it is sent; a worker
+applies the contiguous prefix after `Run.applied_seq` and finishes it in the same transaction that moves `applied_seq`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from app.db import utc_now
+from app.errors import Category, ConflictingReplay
+from app.runs.models import LOG_FORMAT, Operation, Run
+from app.storage.blobs import BlobStore, new_blob_id
+
+ACCEPTED, DONE, FAILED = "accepted", "done", "failed"
+
+
+def request_id_of(model_id: str, seq_id: int) -> str:
+    """The future of an operation: known from its key, so a repeated request has the same one."""
+    return f"{model_id}:{seq_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Bytes that live in the row when small and in the blob store when large."""
+
+    inline: bytes | None
+    blob: str | None
+    size: int
+
+    @classmethod
+    def store(cls, data: bytes, blobs: BlobStore, *, folder: str, inline_bytes: int) -> Payload:
+        """Store `data`: durable before any row names it."""
+        if len(data) <= inline_bytes:
+            return cls(data, None, len(data))
+        key = f"{folder}/{new_blob_id()}"
+        blobs.put(key, data)
+        return cls(None, key, len(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an operation failed, as its client will read it."""
+
+    message: str
+    category: Category
+
+
+def find(session: Session, model_id: str, seq_id: int) -> Operation | None:
+    """The operation of that key."""
+    return session.get(Operation, (model_id, seq_id))
+
+
+def append(
+    session: Session,
+    *,
+    model_id: str,
+    seq_id: int,
+    kind: str,
+    fingerprint: str,
+    body: Payload,
+    tokens: int = 0,
+    failure: Failure | None = None,
+) -> bool:
+    """Add an operation, accepted or, with `failure`, already failed: its place in the sequence is taken either way.
+
+    Returns False if it was there before. Raises ConflictingReplay if that one was another request.
+    """
+    known = session.execute(
+        select(Operation.kind, Operation.fingerprint).where(Operation.model_id == model_id, Operation.seq_id == seq_id)
+    ).one_or_none()
+    if known is not None:
+        if known.fingerprint != fingerprint:
+            raise ConflictingReplay(
+                f"seq_id: {seq_id} of {model_id!r} was already used by another {known.kind} request"
+            )
+        return False
+    row = Operation(
+        model_id=model_id,
+        seq_id=seq_id,
+        request_id=request_id_of(model_id, seq_id),
+        kind=kind,
+        fingerprint=fingerprint,
+        tokens=tokens,
+        body=body.inline,
+        body_blob=body.blob,
+        body_bytes=body.size,
+    )
+    if failure is not None:
+        row.state, row.error, row.error_category = FAILED, failure.message, failure.category
+        row.finished_at = utc_now()
+    session.add(row)
+    session.flush()
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An operation as the planner sees it: no body."""
+
+    model_id: str
+    seq_id: int
+    kind: str
+    state: str
+    tokens: int
+    body_bytes: int
+
+
+def pending_runs(session: Session, pool: str) -> set[str]:
+    """Ids of the pool's runs that have accepted operations."""
+    query = (
+        select(Operation.model_id)
+        .join(Run, Run.id == Operation.model_id)
+        .where(Operation.state == ACCEPTED, Run.pool == pool, Operation.format <= LOG_FORMAT)
+        .distinct()
+    )
+    return set(session.scalars(query))
+
+
+def ready_operations(session: Session, positions: dict[str, int], *, limit: int = 256) -> dict[str, list[Ready]]:
+    """For each run the contiguous operations after its position, in order, at most `limit`.
+
+    `positions`: run id → last applied seq. Failed-on-arrival operations are included: they have to be consumed.
+    """
+    found: dict[str, list[Ready]] = {}
+    for model_id, applied in positions.items():
+        query = (
+            select(Operation.seq_id, Operation.kind, Operation.state, Operation.tokens, Operation.body_bytes)
+            .where(
+                Operation.model_id == model_id,
+                Operation.seq_id > applied,
+                Operation.seq_id <= applied + limit,
+                Operation.format <= LOG_FORMAT,
+            )
+            .order_by(Operation.seq_id)
+        )
+        prefix: list[Ready] = []
+        for row in session.execute(query):
+            if row.seq_id != applied + 1 + len(prefix):
+                break
+            prefix.append(Ready(model_id, row.seq_id, row.kind, row.state, row.tokens, row.body_bytes))
+        if prefix:
+            found[model_id] = prefix
+    return found
+
+
+def applied_operations(session: Session, model_id: str, after: int, upto: int) -> list[Ready]:
+    """The operations in (after, upto], to be replayed for their effect on the state."""
+    query = (
+        select(Operation.seq_id, Operation.kind, Operation.state, Operation.tokens, Operation.body_bytes)
+        .where(Operation.model_id == model_id, Operation.seq_id > after, Operation.seq_id <= upto)
+        .order_by(Operation.seq_id)
+    )
+    return [Ready(model_id, *row) for row in session.execute(query)]
+
+
+def load_bodies(session: Session, blobs: BlobStore, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], bytes]:
+    """Bodies of the operations with these keys."""
+    bodies: dict[tuple[str, int], bytes] = {}
+    for model_id, seq_id in keys:
+        row = session.execute(
+            select(Operation.body, Operation.body_blob).where(
+                Operation.model_id == model_id, Operation.seq_id == seq_id
+            )
+        ).one()
+        bodies[model_id, seq_id] = blobs.get(row.body_blob) if row.body_blob else (row.body or b"")
+    return bodies
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What became of an operation: a result (`kind` `proto` or `json`), or a failure."""
+
+    model_id: str
+    seq_id: int
+    result: Payload | None = None
+    result_kind: str | None = None
+    failure: Failure | None = None
+
+
+def finish(session: Session, outcomes: Iterable[Finished]) -> None:
+    """Write results and failures; operations that were finished before keep what they had."""
+    now = utc_now()
+    for outcome in outcomes:
+        values: dict[str, object] = {"finished_at": now}
+        if outcome.failure is not None:
+            values |= {"state": FAILED, "error": outcome.failure.message, "error_category": outcome.failure.category}
+        else:
+            assert outcome.result is not None
+            values |= {
+                "state": DONE,
+                "result": outcome.result.inline,
+                "result_blob": outcome.result.blob,
+                "result_kind": outcome.result_kind,
+            }
+        session.execute(
+            update(Operation)
+            .where(
+                Operation.model_id == outcome.model_id,
+                Operation.seq_id == outcome.seq_id,
+                Operation.state == ACCEPTED,
+            )
+            .values(values)
+        )
+
+
+def prune_bodies(session: Session, model_id: str, upto: int) -> list[str]:
+    """Forget the bodies that a durable snapshot covers. Returns the blobs to delete once this is committed."""
+    covered = (Operation.model_id == model_id, Operation.seq_id <= upto)
+    blobs = list(session.scalars(select(Operation.body_blob).where(*covered, Operation.body_blob.is_not(None))))
+    session.execute(update(Operation).where(*covered).values(body=None, body_blob=None))
+    return [blob for blob in blobs if blob]
+
+
+def prune_results(session: Session, *, finished_before: datetime, limit: int = 5000) -> list[str]:
+    """Forget old results. Returns the blobs to delete once this is committed."""
+    query = (
+        select(Operation.model_id, Operation.seq_id, Operation.result_blob)
+        .where(Operation.finished_at < finished_before, Operation.result_kind.is_not(None))
+        .limit(limit)
+    )
+    rows = session.execute(query).all()
+    for row in rows:
+        session.execute(
+            update(Operation)
+            .where(Operation.model_id == row.model_id, Operation.seq_id == row.seq_id)
+            .values(result=None, result_blob=None, result_kind=None)
+        )
+    return [row.result_blob for row in rows if row.result_blob]
+
+
+def fill_gaps(session: Session, *, older_than: timedelta) -> list[tuple[str, int]]:
+    """Turn a sequence id that never came, while a later one has waited for `older_than`, into a failed operation.
+
+    Returns the keys of the operations made.
+    """
+    first_waiting = (
+        select(Operation.model_id, func.min(Operation.seq_id).label("seq_id"), Run.applied_seq)
+        .join(Run, Run.id == Operation.model_id)
+        .where(Operation.state == ACCEPTED, Operation.created_at < utc_now() - older_than)
+        .where(Operation.seq_id > Run.applied_seq + 1)
+        .group_by(Operation.model_id, Run.applied_seq)
+    )
+    made = []
+    for model_id, waiting, applied in session.execute(first_waiting).all():
+        query = select(Operation.seq_id).where(
+            Operation.model_id == model_id, Operation.seq_id > applied, Operation.seq_id < waiting
+        )
+        for seq_id in sorted(set(range(applied + 1, waiting)) - set(session.scalars(query))):
+            append(
+                session,
+                model_id=model_id,
+                seq_id=seq_id,
+                kind="missing",
+                fingerprint="",
+                body=Payload(b"", None, 0),
+                failure=Failure(f"seq_id: {seq_id} never arrived, so the operations behind it went on", "user"),
+            )
+            made.append((model_id, seq_id))
+    return made
+
+
+def is_finished(session: Session, request_ids: Sequence[str]) -> set[str]:
+    """Which of these futures are done or failed."""
+    query = select(Operation.request_id).where(Operation.request_id.in_(request_ids), Operation.state != ACCEPTED)
+    return set(session.scalars(query))
+
+
+def awaited_seq(session: Session, model_id: str, seq_id: int) -> int | None:
+    """The first sequence id before `seq_id` that has not arrived, if there is one."""
+    applied = session.scalar(select(Run.applied_seq).where(Run.id == model_id))
+    if applied is None:
+        return None
+    query = (
+        select(Operation.seq_id)
+        .where(Operation.model_id == model_id, Operation.seq_id > applied, Operation.seq_id < seq_id)
+        .order_by(Operation.seq_id)
+    )
+    expected = applied + 1
+    for arrived in session.scalars(query):
+        if arrived != expected:
+            break
+        expected += 1
+    return expected if expected < seq_id else None

@@ -1,0 +1,29 @@
+"""Sampling sessions: what a sampling client samples from."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from sqlalchemy import ForeignKey, Index, Integer, String
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.db import Base, UtcDateTime, utc_now
+
+
+class SamplingSession(Base):
+    """A target of `asample`: the base model (`snapshot_id` null), one immutable snapshot, or, when `follows_model_id`
+    is set (kind `inflight`), that run's newest sampler snapshot at the moment of each submit."""
+
+    __tablename__ = "sampling_sessions"
+    __table_args__ = (Index("ux_sampling_sessions_seq", "session_id", "seq_id", unique=True),)
+
+    id: Mapped[str] = mapped_column(String(120), primary_key=True)
+    owner_id: Mapped[str] = mapped_column(ForeignKey("owners.id"), index=True)
+    session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"))
+    seq_id: Mapped[int] = mapped_column(Integer)
+    base_model: Mapped[str] = mapped_column(String(500))
+    pool: Mapped[str] = mapped_column(String(120))
+    model_path: Mapped[str | None] = mapped_column(String(500))
+    snapshot_id: Mapped[str | None] = mapped_column(String(64), index=True)
+    follows_model_id: Mapped[str | None] = mapped_column(String(120))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)

@@ -1,0 +1,35 @@
+"""Sampling routes."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from app.deps import OwnerDep, ServicesDep, in_thread
+from app.runs.schemas import Future
+from app.sampling.schemas import CreateSamplingSession, Sample, Sampler, SamplingSessionCreated
+
+router = APIRouter(prefix="/api/v1", tags=["sampling"])
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(
+    body: CreateSamplingSession, owner_id: OwnerDep, services: ServicesDep
+) -> SamplingSessionCreated:
+    """Make a target to sample from: a base model, or a checkpoint by its path."""
+    identity = await in_thread(services.sampling.create_session, owner_id, body)
+    return SamplingSessionCreated(sampling_session_id=identity)
+
+
+@router.get("/samplers/{sampler_id}")
+async def get_sampler(sampler_id: str, owner_id: OwnerDep, services: ServicesDep) -> Sampler:
+    """What a sampling session samples from."""
+    return await in_thread(services.sampling.sampler, owner_id, sampler_id)
+
+
+@router.post("/asample")
+async def asample(body: Sample, owner_id: OwnerDep, services: ServicesDep) -> Future:
+    """Sample continuations of a prompt; the answer is a future, and an id for each sequence to come."""
+    submitted = await services.sampling.submit(owner_id, body)
+    if submitted.is_new:
+        services.doorbells.ring_sample(request_id=submitted.request_id, pool=submitted.pool)
+    return Future(request_id=submitted.request_id, sample_sequence_ids=submitted.sequence_ids)

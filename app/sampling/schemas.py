@@ -1,0 +1,78 @@
+"""Bodies of the sampling routes (WIRE §2.5, §5.5)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from app.schemas import Identifier, Request, SessionSeq
+
+
+class CreateSamplingSession(Request):
+    """`create_sampling_session`: of a base model, or of a checkpoint."""
+
+    session_id: Identifier
+    sampling_session_seq_id: SessionSeq
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class SamplingSessionCreated(BaseModel):
+    """Answer of `create_sampling_session`."""
+
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+    sampling_session_id: str
+
+
+class Sampler(BaseModel):
+    """Answer of `samplers/{id}`."""
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None
+
+
+class TextChunk(Request):
+    """Tokens of a prompt."""
+
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    type: Literal["encoded_text"] = "encoded_text"
+
+
+class Prompt(Request):
+    """A prompt: its chunks follow each other."""
+
+    chunks: list[TextChunk] = Field(min_length=1)
+
+
+class Params(Request):
+    """How to sample."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    top_k: int = Field(-1, ge=-1)
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class Sample(Request):
+    """`asample`."""
+
+    prompt: Prompt
+    sampling_params: Params = Params()
+    num_samples: int = Field(1, ge=1, le=4096)
+    sampling_session_id: Identifier
+    seq_id: int = Field(ge=0, lt=2**63)
+    base_model: None = None
+    model_path: None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = Field(0, ge=0)
+    topk_sample_logprobs: int = Field(0, ge=0)
+    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None
+    type: Literal["sample"] = "sample"

@@ -1,0 +1,252 @@
+"""Sampling sessions, and samples on their way into Redis and out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from redis.exceptions import RedisError
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+
+from app.checkpoints import service as checkpoints
+from app.db import Database
+from app.errors import ConflictingReplay, Gone, InvalidRequest, NotFound, TooBusy, Unavailable
+from app.fleet.service import ServedModel, find_model
+from app.runs.models import Run
+from app.sampling.models import SamplingSession
+from app.sampling.schemas import CreateSamplingSession, Sample, Sampler
+from app.sampling.store import SampleAnswer, SampleInbox
+from app.sessions.models import ClientSession
+from app.sessions.service import require_live
+from app.wire.sampling import StoredSample, decode_stored, encode_stored
+from app.wire.types import SampleRequest, SamplingParams
+
+SAMPLE_MARK = ":sample:"
+_CACHED_TARGETS = 10_000
+
+
+def sampling_session_id(session_id: str, seq_id: int) -> str:
+    """Id of a session's n-th sampling session."""
+    return f"{session_id}{SAMPLE_MARK}{seq_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a sampling session samples from."""
+
+    owner_id: str
+    session_id: str
+    model: ServedModel
+    snapshot_id: str | None
+    follows_model_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedSample:
+    """An accepted sample. `is_new` False: it is known already, so nobody needs to be rung."""
+
+    request_id: str
+    sequence_ids: list[str]
+    pool: str
+    is_new: bool
+
+
+class SamplingService:
+    """Sampling of one API process."""
+
+    def __init__(self, database: Database, inbox: SampleInbox) -> None:
+        self._database = database
+        self._inbox = inbox
+        self._targets: dict[str, Target] = {}
+
+    # -- sampling sessions
+
+    def create_session(self, owner_id: str, request: CreateSamplingSession) -> str:
+        """Make a sampling session of a base model or of a checkpoint; a repeated request gives the same one."""
+        if (request.base_model is None) == (request.model_path is None):
+            raise InvalidRequest("exactly one of base_model and model_path must be given")
+        identity = sampling_session_id(request.session_id, request.sampling_session_seq_id)
+        try:
+            with self._database.write() as session:
+                require_live(session, owner_id, request.session_id)
+                if (known := session.get(SamplingSession, identity)) is not None:
+                    return self._same(known, request)
+                session.add(self._make(session, owner_id, request, identity))
+        except IntegrityError:
+            with self._database.read() as session:
+                return self._same(session.get_one(SamplingSession, identity), request)
+        return identity
+
+    @staticmethod
+    def _same(known: SamplingSession, request: CreateSamplingSession) -> str:
+        if known.model_path != request.model_path or (request.base_model or known.base_model) != known.base_model:
+            raise ConflictingReplay("sampling_session_seq_id: was already used for another model")
+        return known.id
+
+    @staticmethod
+    def _make(session: Session, owner_id: str, request: CreateSamplingSession, identity: str) -> SamplingSession:
+        snapshot_id, name = None, request.base_model
+        if request.model_path is not None:
+            found = checkpoints.resolve(session, owner_id, request.model_path, field="model_path")
+            snapshot_id, name = found.snapshot.id, found.run.base_model
+        assert name is not None
+        model = find_model(session, name)
+        if model is None:
+            raise InvalidRequest(
+                f"base_model: no worker serves {name!r}; `get_server_capabilities` lists what is served"
+            )
+        return SamplingSession(
+            id=identity,
+            owner_id=owner_id,
+            session_id=request.session_id,
+            seq_id=request.sampling_session_seq_id,
+            base_model=name,
+            pool=model.pool,
+            model_path=request.model_path,
+            snapshot_id=snapshot_id,
+        )
+
+    def sampler(self, owner_id: str, identity: str) -> Sampler:
+        """`samplers/{id}`. Raises NotFound."""
+        with self._database.read() as session:
+            row = session.get(SamplingSession, identity)
+            if row is None or row.owner_id != owner_id:
+                raise NotFound(f"sampler_id: there is no sampling session {identity!r}")
+            model = find_model(session, row.base_model)
+        name = model.client_name if model else row.base_model
+        return Sampler(sampler_id=identity, base_model=name, model_path=row.model_path)
+
+    # -- samples
+
+    async def submit(self, owner_id: str, body: Sample) -> SubmittedSample:
+        """Check a sample and store it. Raises InvalidRequest, NotFound, Gone, TooBusy or Unavailable."""
+        target = await self._target(owner_id, body.sampling_session_id)
+        snapshot_id = target.snapshot_id
+        if target.follows_model_id is not None:
+            snapshot_id = await run_in_threadpool(self._newest_snapshot, target.follows_model_id)
+        request_id = f"{body.sampling_session_id}:{body.seq_id}"
+        request = _checked(body, request_id, target.model)
+        stored = StoredSample(owner_id, target.session_id, target.model.pool, snapshot_id, request)
+        try:
+            outcome = await self._inbox.submit(request_id, target.model.pool, encode_stored(stored))
+        except (RedisError, OSError) as error:
+            raise Unavailable("the broker cannot be reached; try again") from error
+        if outcome == "full":
+            raise TooBusy(f"too many samples wait for {target.model.name!r}; try again")
+        if isinstance(outcome, bytes):
+            known = decode_stored(outcome)
+            if replace(known.request, prompt=()) != replace(request, prompt=()) or list(known.request.prompt) != list(
+                request.prompt
+            ):
+                raise ConflictingReplay(f"seq_id: {body.seq_id} was already used for another sample")
+        sequence_ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
+        return SubmittedSample(request_id, sequence_ids, target.model.pool, outcome == "new")
+
+    async def look_up(self, owner_id: str, request_id: str) -> tuple[Literal["proto", "error"], bytes] | None:
+        """A finished sample's kind and payload; None while it is pending. Raises NotFound, or Gone when it was lost."""
+        await self._target(owner_id, request_id.rpartition(":")[0], alive=False)
+        try:
+            raw, known = await self._inbox.find(request_id)
+        except (RedisError, OSError) as error:
+            raise Unavailable("the broker cannot be reached; try again") from error
+        if raw is not None:
+            answer = SampleAnswer.unpack(raw)
+            return answer.kind, answer.payload
+        if not known:
+            raise Gone(f"request_id: the sample {request_id!r} is not kept any more; send it again")
+        return None
+
+    async def find_finished(self, request_ids: list[str]) -> set[str]:
+        """Which of these samples are finished or lost."""
+        return await self._inbox.finished(request_ids)
+
+    async def pool_of(self, identity: str) -> str | None:
+        """The pool that a sampling session samples from, if it is known here."""
+        target = self._targets.get(identity)
+        return target.model.pool if target else None
+
+    # -- targets
+
+    async def _target(self, owner_id: str, identity: str, *, alive: bool = True) -> Target:
+        target = self._targets.get(identity)
+        if target is None:
+            target = await run_in_threadpool(self._load_target, identity, alive)
+            if len(self._targets) >= _CACHED_TARGETS:
+                self._targets.clear()
+            self._targets[identity] = target
+        if target.owner_id != owner_id:
+            raise NotFound(f"sampling_session_id: there is no sampling session {identity!r}")
+        return target
+
+    def _load_target(self, identity: str, alive: bool) -> Target:
+        with self._database.read() as session:
+            row = session.get(SamplingSession, identity)
+            if row is None:
+                raise NotFound(f"sampling_session_id: there is no sampling session {identity!r}")
+            finished = session.scalar(select(ClientSession.finished_at).where(ClientSession.id == row.session_id))
+            model = find_model(session, row.base_model)
+        if alive and finished is not None:
+            raise Gone(f"sampling_session_id: session {row.session_id!r} is finished")
+        if model is None:
+            raise InvalidRequest(f"base_model: no worker serves {row.base_model!r} any more")
+        return Target(row.owner_id, row.session_id, model, row.snapshot_id, row.follows_model_id)
+
+    def _newest_snapshot(self, model_id: str) -> str | None:
+        with self._database.read() as session:
+            return session.scalar(select(Run.sampler_snapshot_id).where(Run.id == model_id))
+
+
+def _checked(body: Sample, request_id: str, model: ServedModel) -> SampleRequest:
+    """The internal form of a sample that `model` can take. Raises InvalidRequest, naming the field."""
+    for field in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+        if getattr(body, field):
+            raise InvalidRequest(f"{field}: not supported by this server")
+    prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+    if not prompt:
+        raise InvalidRequest("prompt: has no tokens")
+    if max(prompt) >= model.vocab_size:
+        raise InvalidRequest(f"prompt: token {max(prompt)} is outside the vocabulary of {model.vocab_size}")
+    if len(prompt) >= model.context_length:
+        raise InvalidRequest(f"prompt: {len(prompt)} tokens leave no room in the context of {model.context_length}")
+    for field in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if getattr(body, field) > model.vocab_size:
+            raise InvalidRequest(f"{field}: exceeds the vocabulary of {model.vocab_size}")
+    params = body.sampling_params
+    tokens, strings = _stops(params.stop, model)
+    return SampleRequest(
+        request_id=request_id,
+        prompt=prompt,
+        params=SamplingParams(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed,
+            stop_tokens=tokens,
+            stop_strings=strings,
+        ),
+        num_samples=body.num_samples,
+        prompt_logprobs=bool(body.prompt_logprobs),
+        topk_prompt_logprobs=body.topk_prompt_logprobs,
+        topk_sample_logprobs=body.topk_sample_logprobs,
+        prompt_logprobs_last_n=body.prompt_logprobs_last_n,
+    )
+
+
+def _stops(
+    stop: str | list[str] | list[int] | None, model: ServedModel
+) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None]:
+    if stop is None:
+        return None, None
+    if isinstance(stop, str):
+        stop = [stop]
+    tokens = tuple(item for item in stop if isinstance(item, int))
+    strings = tuple(item for item in stop if isinstance(item, str))
+    if any(not text for text in strings):
+        raise InvalidRequest("sampling_params.stop: a stop string must not be empty")
+    if any(not 0 <= token < model.vocab_size for token in tokens):
+        raise InvalidRequest(f"sampling_params.stop: a token is outside the vocabulary of {model.vocab_size}")
+    return tokens, strings

@@ -1,0 +1,78 @@
+"""Samples between their forms: the stored request (JSON in Redis), the dataclass, the protobuf result (WIRE §4.3)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from app.wire import tinker_pb2 as pb
+from app.wire.types import SampledSequence, SampleRequest, SampleResult, SamplingParams, TopK
+
+SAMPLE_FORMAT = 1
+"""Version of the stored form; a sampler leaves requests of a newer one to others."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSample:
+    """A sample request as it waits in Redis. `snapshot_id` None means the base model."""
+
+    owner_id: str
+    session_id: str
+    pool: str
+    snapshot_id: str | None
+    request: SampleRequest
+
+
+def encode_stored(sample: StoredSample) -> bytes:
+    """JSON bytes of a stored request."""
+    return orjson.dumps({"format": SAMPLE_FORMAT, **asdict(sample)})
+
+
+def decode_stored(raw: bytes) -> StoredSample:
+    """The inverse of `encode_stored`. Raises ValueError for a format that this release does not know."""
+    data: dict[str, Any] = orjson.loads(raw)
+    if data.pop("format") != SAMPLE_FORMAT:
+        raise ValueError("the sample was stored by a newer release")
+    request = data.pop("request")
+    params = request.pop("params")
+    for name in ("stop_tokens", "stop_strings"):
+        if params[name] is not None:
+            params[name] = tuple(params[name])
+    return StoredSample(request=SampleRequest(params=SamplingParams(**params), **request), **data)
+
+
+def encode_result(result: SampleResult) -> bytes:
+    """The protobuf `SampleResponse`."""
+    message = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
+    for sequence in result.sequences:
+        message.sequences.append(_sequence(sequence))
+    if result.prompt_logprobs is not None:
+        message.prompt_logprobs = np.ascontiguousarray(result.prompt_logprobs, "<f4").tobytes()
+    if result.topk_prompt_logprobs is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(result.topk_prompt_logprobs))
+    payload: bytes = message.SerializeToString()
+    return payload
+
+
+def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
+    message = pb.SampledSequence(
+        stop_reason=pb.STOP_REASON_STOP if sequence.stop_reason == "stop" else pb.STOP_REASON_LENGTH,
+        tokens=np.ascontiguousarray(sequence.tokens, "<i4").tobytes(),
+        logprobs=np.ascontiguousarray(sequence.logprobs, "<f4").tobytes(),
+    )
+    if sequence.topk is not None:
+        message.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk))
+    return message
+
+
+def _topk(topk: TopK) -> pb.TopkLogprobs:
+    length, k = topk.token_ids.shape
+    return pb.TopkLogprobs(
+        token_ids=np.ascontiguousarray(topk.token_ids, "<i4").tobytes(),
+        logprobs=np.ascontiguousarray(topk.logprobs, "<f4").tobytes(),
+        k=k,
+        length=length,
+    )

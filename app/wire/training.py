@@ -1,0 +1,155 @@
+"""`forward_backward` between bytes and the internal form (WIRE §4.2, §4.3).
+
+Decoding checks what can be checked without knowing the model: that arrays have the bytes their shapes promise and that
+every field is one we know. What only the model can decide (token range, context, loss inputs) is `app.runs.checks`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from app.errors import InvalidRequest
+from app.wire import tinker_pb2 as pb
+from app.wire.types import Datum, ForwardBackward, ForwardBackwardOutput
+
+MAX_TENSOR_ELEMENTS = 1 << 26
+"""Largest dense form of one sparse input: bounds what a few bytes of CSR can unfold to."""
+
+_DTYPES: dict[int, np.dtype] = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
+
+
+def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
+    """Parse the protobuf message. Raises InvalidRequest when it is none, or names no `model_id` and `seq_id`."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise InvalidRequest("the body is not a ForwardBackwardRequest protobuf message") from error
+    if not message.model_id:
+        raise InvalidRequest("model_id: missing")
+    if message.seq_id < 1:
+        raise InvalidRequest(f"seq_id: must be at least 1, not {message.seq_id}")
+    return message
+
+
+def fingerprint_forward_backward(message: pb.ForwardBackwardRequest) -> str:
+    """SHA-256 over the decoded fields: equal requests have equal fingerprints however their bytes were laid out."""
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
+
+
+def decode_forward_backward(message: pb.ForwardBackwardRequest) -> ForwardBackward:
+    """The internal form of a parsed request. Raises InvalidRequest, naming datum and field."""
+    _refuse_unknown(message, "forward_backward")
+    return ForwardBackward(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        data=[_datum(datum, f"data[{i}]") for i, datum in enumerate(message.data)],
+        loss_fn=message.loss_fn,
+        loss_config=_loss_config(message),
+        forward_only=message.forward_only,
+    )
+
+
+def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        kind = value.WhichOneof("value")
+        if kind is None:
+            raise InvalidRequest(f"loss_fn_config[{name!r}]: has no value")
+        config[name] = value.number if kind == "number" else value.text
+    return config
+
+
+def _datum(datum: pb.Datum, where: str) -> Datum:
+    _refuse_unknown(datum, where)
+    parts = []
+    for i, chunk in enumerate(datum.model_input):
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            name = kind or "unknown"
+            raise InvalidRequest(f"{where}.model_input.chunks[{i}]: {name} chunks are not supported, only encoded_text")
+        raw = chunk.encoded_text.tokens
+        if len(raw) % 4:
+            raise InvalidRequest(f"{where}.model_input.chunks[{i}].tokens: {len(raw)} bytes are not whole int32 values")
+        parts.append(np.frombuffer(raw, "<i4"))
+    tokens = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int32)
+    inputs = {name: _tensor(t, f"{where}.loss_fn_inputs[{name!r}]") for name, t in datum.loss_fn_inputs.items()}
+    return Datum(tokens=tokens, inputs=inputs)
+
+
+def _tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidRequest(f"{where}.dtype: only float32 and int64 are supported")
+    shape = tuple(tensor.shape)
+    if any(n < 0 for n in shape) or math.prod(shape) > MAX_TENSOR_ELEMENTS:
+        raise InvalidRequest(f"{where}.shape: {list(shape)} is not a usable shape")
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        return _csr(tensor.sparse_csr, dtype, shape, where)
+    if len(tensor.dense) % dtype.itemsize:
+        raise InvalidRequest(f"{where}: {len(tensor.dense)} bytes are not whole {dtype.name} values")
+    array = np.frombuffer(tensor.dense, dtype)
+    if not shape:
+        return array
+    if array.size != math.prod(shape):
+        raise InvalidRequest(f"{where}: {array.size} values do not fill the shape {list(shape)}")
+    return array.reshape(shape)
+
+
+def _csr(csr: pb.SparseCsr, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarray:
+    if len(shape) != 2:
+        raise InvalidRequest(f"{where}.shape: a sparse array needs two dimensions, not {list(shape)}")
+    if len(csr.crow_indices) % 8 or len(csr.col_indices) % 8 or len(csr.values) % dtype.itemsize:
+        raise InvalidRequest(f"{where}: the sparse arrays are not whole values")
+    crow, col = np.frombuffer(csr.crow_indices, "<i8"), np.frombuffer(csr.col_indices, "<i8")
+    values = np.frombuffer(csr.values, dtype)
+    rows, columns = shape
+    if crow.size != rows + 1 or col.size != values.size or crow[0] != 0 or crow[-1] != col.size:
+        raise InvalidRequest(f"{where}: the sparse row and column indices do not fit the shape {list(shape)}")
+    counts = np.diff(crow)
+    if (counts < 0).any() or (col.size and not (col.min() >= 0 and col.max() < columns)):
+        raise InvalidRequest(f"{where}: a sparse index lies outside the shape {list(shape)}")
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(rows), counts), col] = values
+    return dense
+
+
+def _refuse_unknown(message: pb.ForwardBackwardRequest | pb.Datum, where: str) -> None:
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        raise InvalidRequest(f"{where}: unknown protobuf field number {unknown[0].field_number}")
+
+
+def encode_output(output: ForwardBackwardOutput) -> bytes:
+    """The protobuf result. Datums keep request order; a new record starts where a trailing shape changes."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=output.metrics)
+    for group in _same_shapes(output.loss_fn_outputs):
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(group))
+        for name, first in group[0].items():
+            arrays = [np.ascontiguousarray(datum[name], "<f4") for datum in group]
+            ends = np.cumsum([0] + [array.nbytes for array in arrays], dtype="<i8")
+            field = record.fields[name]
+            field.data = b"".join(array.tobytes() for array in arrays)
+            field.offsets = ends.tobytes()
+            field.dtype = pb.DTYPE_FLOAT32
+            field.trailing_shape.extend(first.shape[1:])
+    payload: bytes = message.SerializeToString()
+    return payload
+
+
+def _same_shapes(datums: Sequence[Mapping[str, np.ndarray]]) -> list[list[Mapping[str, np.ndarray]]]:
+    groups: list[list[Mapping[str, np.ndarray]]] = []
+    last = None
+    for datum in datums:
+        shapes = {name: array.shape[1:] for name, array in datum.items()}
+        if shapes != last:
+            groups.append([])
+            last = shapes
+        groups[-1].append(datum)
+    return groups

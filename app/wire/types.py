@@ -1,0 +1,158 @@
+"""The protocol's data in the form that the rest of Tinworks works with: plain dataclasses and numpy arrays.
+
+Codecs (`training.py`, `sampling.py`) turn bytes into these and back; nothing here knows about HTTP, protobuf or torch.
+Letters in shapes: N tokens of a datum, K targets per token, P tokens of a prompt, S sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+LossConfig = Mapping[str, float | str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Datum:
+    """One training example.
+
+    `tokens`: int32 [N], the model's input. `inputs`: the loss function's named arrays, dense, int64 or float32, each
+    [N] or [N, K]. Position i of `tokens` predicts `inputs["target_tokens"][i]`.
+    """
+
+    tokens: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBackward:
+    """The decoded body of `forward_backward` (`forward` when `forward_only`)."""
+
+    model_id: str
+    seq_id: int
+    data: Sequence[Datum]
+    loss_fn: str
+    loss_config: LossConfig
+    forward_only: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all datums."""
+        return sum(len(datum.tokens) for datum in self.data)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBackwardOutput:
+    """Per-datum arrays in request order (name → float32 [N] or [N, K]), and metrics named `name:reduction`."""
+
+    loss_fn_outputs: Sequence[Mapping[str, np.ndarray]]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw the next token.
+
+    `max_tokens` None: as many as the context allows. `temperature` 0: greedy. `top_k` -1 (or 0): off. `seed` any 64-bit
+    integer; sequence i of a request draws from a stream derived from (seed, i). `stop_tokens` and `stop_strings` both
+    None: the model's own end-of-sequence tokens stop; otherwise only what is listed stops (nothing, if empty).
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_tokens: tuple[int, ...] | None = None
+    stop_strings: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One `asample`: `num_samples` independent continuations of `prompt`, and what is asked about the prompt itself."""
+
+    request_id: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopK:
+    """For each row the `k` most probable tokens, most probable first. `token_ids` int32 [rows, k], `logprobs` float32
+    [rows, k]. A row that says nothing has token 0 and logprob -99999.0 in all its cells."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledSequence:
+    """One sampled continuation. `tokens` int32 [S] including the stop token, S ≥ 1; `logprobs` float32 [S] of the
+    untempered distribution; `stop_reason` "stop" or "length"."""
+
+    stop_reason: str
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleResult:
+    """The answer to a `SampleRequest`. `prompt_logprobs` float32 [P]: NaN at 0 and where not asked for."""
+
+    sequences: Sequence[SampledSequence]
+    prompt_logprobs: np.ndarray | None = None
+    topk_prompt_logprobs: TopK | None = None
+    prompt_cache_hit_tokens: int = 0
+
+
+NO_TOKEN_LOGPROB = -99999.0
+"""The logprob of an unused cell of a `TopK` (WIRE §4.3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """Hyperparameters of one AdamW step; `grad_clip_norm` 0 means no clipping (SEMANTICS §5, WIRE §5.4)."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """What an adapter consists of. `seed` decides its initial weights together with each module's name."""
+
+    rank: int
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    alpha: float = 32.0
+
+    @property
+    def scale(self) -> float:
+        """The factor of B·A·x: `alpha / rank` (SEMANTICS §1). The one place that computes it."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a worker tells the API of the base model that it has loaded."""
+
+    architecture: str
+    vocab_size: int
+    context_length: int
+    config_hash: str
+    hidden_size: int = 0
+    extra: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,147 @@
+"""Adapters as files in PEFT's layout, which `peft` and vLLM load as they are (SEMANTICS §7)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from app.wire.types import LoraConfig
+from workers.model.base import BaseModel
+from workers.model.lora import Adapter
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+PLAIN: Mapping[str, Any] = {
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": None,
+    "lora_bias": False,
+}
+"""What a configuration says of everything that PEFT could do and we do not. A file that says otherwise is refused."""
+
+
+class BadAdapterFile(ValueError):
+    """The files are not an adapter of this base model; the message says what does not fit."""
+
+
+def peft_files(adapter: Adapter, base_name: str, base: BaseModel) -> dict[str, bytes]:
+    """`adapter_config.json` and `adapter_model.safetensors` of `adapter`; the same adapter gives the same bytes.
+
+    `base_name`: what the files call the base model. A trained unembedding is a plain LoRA target of its name, also
+    where it is tied to the embedding. Raises ValueError if `adapter` is not one of `base`.
+    """
+    leaves = {path.rpartition(".")[2] for path in adapter.modules}
+    if {path for path in base.targets if path.rpartition(".")[2] in leaves} != adapter.modules.keys():
+        raise ValueError(f"the adapter is not one of {base.name_or_path}")
+    alpha = adapter.config.alpha
+    config = {
+        **PLAIN,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "revision": None,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_dropout": 0.0,
+        "r": adapter.config.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "target_modules": sorted(leaves),
+    }
+    tensors = {_peft_name(name): tensor.cpu().contiguous() for name, tensor in sorted(adapter.state().items())}
+    return {
+        CONFIG_FILE: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
+        WEIGHTS_FILE: safetensors.torch.save(tensors, {"format": "pt"}),
+    }
+
+
+def load_peft(base: BaseModel, files: Mapping[str, bytes], *, seed: int = 0) -> Adapter:
+    """The adapter that `files` hold, on the device of `base`.
+
+    It trains the groups of layers that the files have weights for, each whole. `seed` goes into its configuration: the
+    files do not say it. Raises `BadAdapterFile`.
+    """
+    config = _read_config(files)
+    state = _read_weights(files)
+    groups = set()
+    for name in state:
+        path = name.rpartition(".")[0]
+        if path not in base.targets:
+            raise BadAdapterFile(f"{WEIGHTS_FILE}: {name!r} is not a layer of {base.name_or_path} that can be trained")
+        groups.add(base.targets[path].group)
+    if not groups:
+        raise BadAdapterFile(f"{WEIGHTS_FILE}: holds no weights")
+    adapter = base.new_adapter(
+        LoraConfig(
+            rank=config["r"],
+            seed=seed,
+            train_attn="attn" in groups,
+            train_mlp="mlp" in groups,
+            train_unembed="unembed" in groups,
+            alpha=float(config["lora_alpha"]),
+        )
+    )
+    try:
+        adapter.load_state(state)
+    except ValueError as error:
+        raise BadAdapterFile(f"{WEIGHTS_FILE}: {error}") from None
+    return adapter
+
+
+def _read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
+    config = _parse_json(files)
+    if config.get("peft_type") != "LORA":
+        raise BadAdapterFile(f"{CONFIG_FILE}: peft_type is {config.get('peft_type')!r}, not 'LORA'")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1:
+        raise BadAdapterFile(f"{CONFIG_FILE}: r must be a positive integer, got {rank!r}")
+    if not isinstance(alpha, (int, float)) or alpha <= 0:
+        raise BadAdapterFile(f"{CONFIG_FILE}: lora_alpha must be a positive number, got {alpha!r}")
+    for key, plain in PLAIN.items():
+        if config.get(key, plain) not in (plain, None):
+            raise BadAdapterFile(f"{CONFIG_FILE}: {key}={config[key]!r} is not supported")
+    return config
+
+
+def _parse_json(files: Mapping[str, bytes]) -> dict[str, Any]:
+    try:
+        config = json.loads(files[CONFIG_FILE])
+    except KeyError:
+        raise BadAdapterFile(f"{CONFIG_FILE} is missing") from None
+    except ValueError as error:
+        raise BadAdapterFile(f"{CONFIG_FILE}: {error}") from None
+    if not isinstance(config, dict):
+        raise BadAdapterFile(f"{CONFIG_FILE}: not an object")
+    return config
+
+
+def _read_weights(files: Mapping[str, bytes]) -> dict[str, Tensor]:
+    """`<path>.lora_A` or `.lora_B` → tensor, as `Adapter.load_state` takes it."""
+    try:
+        tensors = safetensors.torch.load(files[WEIGHTS_FILE])
+    except KeyError:
+        raise BadAdapterFile(f"{WEIGHTS_FILE} is missing") from None
+    except SafetensorError as error:
+        raise BadAdapterFile(f"{WEIGHTS_FILE}: {error}") from None
+    state = {}
+    for name, tensor in tensors.items():
+        own = name.removeprefix(PREFIX).removesuffix(".weight")
+        if _peft_name(own) != name or own.rpartition(".")[2] not in ("lora_A", "lora_B"):
+            raise BadAdapterFile(f"{WEIGHTS_FILE}: {name!r} is not a LoRA weight")
+        state[own] = tensor
+    return state
+
+
+def _peft_name(name: str) -> str:
+    return f"{PREFIX}{name}.weight"

@@ -1,0 +1,54 @@
+"""What a sampling engine is to the worker that owns it: jobs go in from any thread, and one thread turns the crank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.errors import TinworksError
+from app.wire.types import SampleRequest, SampleResult
+from workers.model.lora import Adapter
+
+
+class Cancelled(TinworksError):
+    """The job was cancelled before it was done."""
+
+
+class EngineFailure(TinworksError):
+    """The engine could not serve this job; others go on."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One request, the adapter that serves it (None: the base model), and where its outcome goes.
+
+    `deliver` is called exactly once, in the thread that calls `Engine.step`, with the result or with the error:
+    `InvalidRequest` for what the client has to change, `Cancelled` after a `cancel`, `EngineFailure` for the rest.
+    """
+
+    request: SampleRequest
+    adapter: Adapter | None
+    deliver: Callable[[SampleResult | Exception], None]
+
+
+class Engine(Protocol):
+    """Serves many jobs at a time. `submit` and `cancel` may be called from any thread and return at once; all else
+    happens in `step`, which one thread calls again and again, and which never raises for a job's sake."""
+
+    def submit(self, job: Job) -> None:
+        """Queue a job."""
+
+    def cancel(self, request_id: str) -> None:
+        """Drop the jobs of this request at the next step, wherever they are. An unknown id is no error."""
+
+    def step(self) -> bool:
+        """One turn. False if there was nothing to do: the caller may sleep until the next `submit` or `cancel`."""
+
+    @property
+    def running(self) -> int:
+        """Sequences that are being sampled."""
+
+    @property
+    def waiting(self) -> int:
+        """Jobs of which some sequence has not begun."""

@@ -1,0 +1,113 @@
+"""Leases: which worker may apply a run's operations. Every query on `runs` that a worker makes.
+
+A lease is taken with a new epoch, and every commit is fenced by it: a worker that was paused and overtaken updates no
+row. Only the database's clock decides about expiry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, case, or_, select, update
+from sqlalchemy.orm import Session
+
+from app.db import database_clock, utc_now
+from app.runs.models import Run
+from app.sessions.models import ClientSession
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to apply a run's operations. `crashes`: workers that died at the operation that comes next."""
+
+    run: Run
+    epoch: int
+    crashes: int
+
+
+def take(session: Session, *, worker_id: str, lease_s: float, model_ids: Iterable[str]) -> list[Lease]:
+    """Take the runs that nobody holds, or that this worker holds and has forgotten. A holder whose lease has run out
+    counts as dead, and its death as a crash.
+    """
+    taken = []
+    for model_id in sorted(model_ids):
+        query = (
+            update(Run)
+            .where(Run.id == model_id, _is_free(worker_id))
+            .values(
+                worker_id=worker_id,
+                epoch=Run.epoch + 1,
+                lease_expires_at=database_clock() + lease_s,
+                crash_count=case(
+                    (or_(Run.worker_id.is_(None), Run.worker_id == worker_id), Run.crash_count),
+                    (Run.crash_seq == Run.applied_seq, Run.crash_count + 1),
+                    else_=1,
+                ),
+                crash_seq=case(
+                    (or_(Run.worker_id.is_(None), Run.worker_id == worker_id), Run.crash_seq), else_=Run.applied_seq
+                ),
+            )
+        )
+        if _changed(session, query):
+            run = session.get_one(Run, model_id, populate_existing=True)
+            crashes = run.crash_count if run.crash_seq == run.applied_seq else 0
+            taken.append(Lease(run, run.epoch, crashes))
+    return taken
+
+
+def renew(session: Session, *, worker_id: str, lease_s: float) -> int:
+    """Renew every lease of a worker; returns how many it holds. One that ran out and was not taken is renewed too."""
+    query = update(Run).where(Run.worker_id == worker_id).values(lease_expires_at=database_clock() + lease_s)
+    return session.execute(query).rowcount  # type: ignore[attr-defined, no-any-return]
+
+
+def release(session: Session, *, worker_id: str, model_id: str, epoch: int) -> bool:
+    """Give a run back, so that any worker may take it at once. False if it was lost already."""
+    return _changed(session, _fenced(worker_id, model_id, epoch).values(worker_id=None, lease_expires_at=None))
+
+
+def advance(session: Session, *, worker_id: str, model_id: str, epoch: int, applied_seq: int, **values: Any) -> bool:
+    """Move a run's position, fenced by the epoch. False if the lease is lost; then nothing of it may be committed."""
+    return _changed(session, _fenced(worker_id, model_id, epoch).values(applied_seq=applied_seq, **values))
+
+
+def set_recovery_snapshot(session: Session, *, worker_id: str, model_id: str, epoch: int, snapshot_id: str) -> bool:
+    """Name the snapshot that a restore begins with, fenced by the epoch."""
+    return _changed(session, _fenced(worker_id, model_id, epoch).values(recovery_snapshot_id=snapshot_id))
+
+
+def free_runs(session: Session, model_ids: Iterable[str], *, worker_id: str) -> set[str]:
+    """Those of the runs that `take` would give this worker now."""
+    return set(session.scalars(select(Run.id).where(Run.id.in_(list(model_ids)), _is_free(worker_id))))
+
+
+def _is_free(worker_id: str) -> ColumnElement[bool]:
+    return or_(Run.worker_id.is_(None), Run.worker_id == worker_id, Run.lease_expires_at < database_clock())
+
+
+def abandoned_runs(session: Session, *, worker_id: str, silence_s: float) -> set[str]:
+    """Runs of this worker whose client has finished, or was not heard of for `silence_s`."""
+    query = (
+        select(Run.id)
+        .join(ClientSession, ClientSession.id == Run.session_id)
+        .where(Run.worker_id == worker_id)
+        .where(
+            or_(
+                ClientSession.finished_at.is_not(None),
+                ClientSession.last_seen_at < utc_now() - timedelta(seconds=silence_s),
+            )
+        )
+    )
+    return set(session.scalars(query))
+
+
+def _fenced(worker_id: str, model_id: str, epoch: int) -> Any:
+    return update(Run).where(Run.id == model_id, Run.worker_id == worker_id, Run.epoch == epoch)
+
+
+def _changed(session: Session, query: Any) -> bool:
+    result: Any = session.execute(query.execution_options(synchronize_session=False))
+    return bool(result.rowcount == 1)

@@ -1,0 +1,120 @@
+"""The planner: which operations one cycle takes, and in which stages. Pure: typed in, typed out, no clock, no I/O.
+
+A cycle has up to three stages, each of many runs at once: optimizer steps that are due, one forward/backward pass, the
+optimizer steps right behind it. A run contributes the longest prefix of its queue that fits this order, so no operation
+overtakes another of its run. Saves, loads and creations ("control") go alone, before the stages: a run's control
+operation is the last that the cycle takes of it.
+
+The pass has a token budget. Runs take turns by owner, one operation at a time, so that nobody's queue, however long,
+keeps another's out; the first operation is always taken, whatever its size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from app.runs.log import FAILED, Ready
+
+PASS_KINDS = frozenset({"forward", "forward_backward"})
+STEP_KIND = "optim_step"
+MAX_CRASHES = 3
+"""So many workers may die at one operation; then it is failed instead of run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunQueue:
+    """The ready operations of a run, in order. `crashes`: workers that died at the first of them."""
+
+    model_id: str
+    owner_id: str
+    operations: Sequence[Ready]
+    crashes: int = 0
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one cycle does, stage by stage. `poisoned` operations are failed without being run."""
+
+    poisoned: list[Ready] = field(default_factory=list)
+    control: list[Ready] = field(default_factory=list)
+    steps_before: list[Ready] = field(default_factory=list)
+    forward: list[Ready] = field(default_factory=list)
+    steps_after: list[Ready] = field(default_factory=list)
+
+    @property
+    def operations(self) -> list[Ready]:
+        """All operations of the plan; those of one run in their order."""
+        return self.poisoned + self.control + self.steps_before + self.forward + self.steps_after
+
+
+def plan(queues: Sequence[RunQueue], *, pass_tokens: int) -> Plan:
+    """Plan one cycle over `queues`, which come in the order in which runs should be served.
+
+    A run at which a worker has died is planned alone, one operation at a time, when its turn comes.
+    """
+    waiting = [queue for queue in queues if queue.operations]
+    result = Plan()
+    if waiting and waiting[0].crashes:
+        _plan_suspect(waiting[0], result)
+    elif waiting:
+        _plan_together([queue for queue in waiting if not queue.crashes], result, pass_tokens)
+    return result
+
+
+def _plan_suspect(queue: RunQueue, result: Plan) -> None:
+    first = queue.operations[0]
+    if queue.crashes >= MAX_CRASHES and first.state != FAILED:
+        result.poisoned.append(first)
+    elif first.kind in PASS_KINDS or first.state == FAILED:
+        result.forward.append(first)
+    elif first.kind == STEP_KIND:
+        result.steps_before.append(first)
+    else:
+        result.control.append(first)
+
+
+def _plan_together(queues: Sequence[RunQueue], result: Plan, pass_tokens: int) -> None:
+    by_owner: dict[str, deque[tuple[RunQueue, int]]] = {}
+    for queue in queues:
+        position = _take_head(queue, result)
+        if position is not None:
+            by_owner.setdefault(queue.owner_id, deque()).append((queue, position))
+    left = pass_tokens
+    ends: list[tuple[RunQueue, int]] = []
+    owners = deque(by_owner.values())
+    while owners:
+        runs = owners.popleft()
+        queue, position = runs.popleft()
+        operation = queue.operations[position] if position < len(queue.operations) else None
+        if operation is None or not _belongs_to_pass(operation):
+            ends.append((queue, position))
+        elif operation.tokens <= left or not any(o.tokens for o in result.forward):
+            result.forward.append(operation)
+            left -= operation.tokens
+            runs.append((queue, position + 1))
+        if runs:
+            owners.append(runs)
+    for queue, position in ends:
+        _take_steps(queue, position, result.steps_after)
+
+
+def _take_head(queue: RunQueue, result: Plan) -> int | None:
+    """Take what comes before the pass. Returns where the run's part of the pass begins; None if it has none."""
+    first = queue.operations[0]
+    if first.state != FAILED and first.kind != STEP_KIND and first.kind not in PASS_KINDS:
+        result.control.append(first)
+        return None
+    return _take_steps(queue, 0, result.steps_before) if first.kind == STEP_KIND else 0
+
+
+def _take_steps(queue: RunQueue, position: int, stage: list[Ready]) -> int:
+    while position < len(queue.operations) and queue.operations[position].kind == STEP_KIND:
+        stage.append(queue.operations[position])
+        position += 1
+    return position
+
+
+def _belongs_to_pass(operation: Ready) -> bool:
+    return operation.kind in PASS_KINDS or (operation.state == FAILED and operation.kind != STEP_KIND)

@@ -1,0 +1,163 @@
+"""Recovery: a run's state rebuilt from its last snapshot and the log after it, and the snapshots that keep that short.
+
+Loading, resuming, evicting, moving a run to another worker and recovering from a crash are all this one thing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+
+import structlog
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.checkpoints import service as checkpoints
+from app.checkpoints.models import Checkpoint, Snapshot
+from app.checkpoints.service import snapshot_folder
+from app.db import Database
+from app.runs import log
+from app.runs.log import FAILED, Ready
+from app.storage.blobs import BlobStore
+from workers.model.base import BaseModel
+from workers.train import lease, snapshots
+from workers.train.execute import Executor
+from workers.train.lease import Lease
+from workers.train.planner import PASS_KINDS, STEP_KIND
+from workers.train.slots import Slot
+from workers.train.snapshots import SnapshotFiles
+
+logger = structlog.get_logger(__name__)
+
+
+def restore(granted: Lease, executor: Executor, database: Database, blobs: BlobStore, base: BaseModel) -> Slot:
+    """The slot of a run as it stands at `applied_seq`: its snapshot, then the log after it, results thrown away."""
+    run = granted.run
+    slot = Slot(run=run, epoch=granted.epoch, applied_seq=run.applied_seq, crashes=granted.crashes)
+    slot.recovery_snapshot_id = run.recovery_snapshot_id
+    after = -1
+    if run.recovery_snapshot_id is not None:
+        with database.read() as session:
+            after = session.get_one(Snapshot, run.recovery_snapshot_id).seq_id
+        slot.state = snapshots.read_state(blobs, run.recovery_snapshot_id, base, optimizer=True)
+    with database.read() as session:
+        operations = log.applied_operations(session, run.id, after, run.applied_seq)
+    for operation in operations:
+        _replay(operation, slot, executor, database, blobs)
+    slot.log_operations = len(operations)
+    slot.log_bytes = sum(operation.body_bytes for operation in operations)
+    if operations or after >= 0:
+        logger.info("run_restored", model_id=run.id, seq_id=run.applied_seq, replayed=len(operations), epoch=slot.epoch)
+    return slot
+
+
+def _replay(operation: Ready, slot: Slot, executor: Executor, database: Database, blobs: BlobStore) -> None:
+    """Apply an operation once more for its effect on the state. One that failed is only counted."""
+    slots, bodies = {slot.run.id: slot}, {}
+    if operation.state != FAILED:
+        with database.read() as session:
+            bodies = log.load_bodies(session, blobs, [(operation.model_id, operation.seq_id)])
+    if operation.kind == STEP_KIND:
+        if operation.state == FAILED and slot.state is not None:
+            slot.state.counters.clear_gradient()
+            slot.state.adapter.zero_grad()
+        executor.step([operation], slots, bodies)
+    elif operation.kind in PASS_KINDS or operation.state == FAILED:
+        executor.forward([operation], slots, bodies)
+    else:
+        executor.control(operation, slot, bodies, replay=True)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    slot: Slot
+    files: SnapshotFiles
+    seq_id: int
+    written: threading.Event
+
+
+class SnapshotWriter:
+    """Writes recovery snapshots from a thread of its own; the train loop only pays for the copy to host memory."""
+
+    def __init__(self, database: Database, blobs: BlobStore, base: BaseModel, *, worker_id: str) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._base = base
+        self._worker_id = worker_id
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
+
+    def start(self) -> None:
+        """Start the writer's thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Write what waits, then stop."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def submit(self, slot: Slot) -> None:
+        """Take a copy of the run's state now and write it soon."""
+        self._enqueue(slot)
+
+    def write_now(self, slot: Slot, timeout_s: float = 60.0) -> None:
+        """Write the run's state, after all that was submitted before, and wait for it."""
+        self._enqueue(slot).written.wait(timeout_s)
+
+    def _enqueue(self, slot: Slot) -> _Job:
+        assert slot.state is not None
+        files = snapshots.state_files(slot.state, self._base, seq_id=slot.applied_seq)
+        job = _Job(slot, files, slot.applied_seq, threading.Event())
+        slot.snapshot_pending = True
+        slot.log_operations = slot.log_bytes = 0
+        self._jobs.put(job)
+        return job
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._write(job)
+            except Exception as error:  # the log still has everything; the next bound tries again
+                logger.error("snapshot_failed", model_id=job.slot.run.id, seq_id=job.seq_id, exc_info=error)
+            finally:
+                job.slot.snapshot_pending = False
+                job.written.set()
+
+    def _write(self, job: _Job) -> None:
+        slot, files = job.slot, job.files
+        snapshots.write(self._blobs, files)
+        previous = slot.recovery_snapshot_id
+        with self._database.write() as session:
+            checkpoints.add_snapshot(
+                session,
+                snapshot_id=files.id,
+                owner_id=slot.run.owner_id,
+                model_id=slot.run.id,
+                seq_id=job.seq_id,
+                kind="state",
+                size_bytes=files.size_bytes,
+            )
+            kept = lease.set_recovery_snapshot(
+                session, worker_id=self._worker_id, model_id=slot.run.id, epoch=slot.epoch, snapshot_id=files.id
+            )
+            if not kept:
+                session.delete(session.get_one(Snapshot, files.id))
+                dead = [snapshot_folder(files.id)]
+            else:
+                dead = log.prune_bodies(session, slot.run.id, job.seq_id)
+                dead += _forget_snapshot(session, previous)
+        if kept:
+            slot.recovery_snapshot_id = files.id
+        for key in dead:
+            self._blobs.delete(key)
+
+
+def _forget_snapshot(session: Session, snapshot_id: str | None) -> list[str]:
+    """Delete the row of a recovery snapshot that was replaced, unless a checkpoint names it. Returns its blobs."""
+    if snapshot_id is None or session.scalar(select(Checkpoint.id).where(Checkpoint.snapshot_id == snapshot_id)):
+        return []
+    row = session.get(Snapshot, snapshot_id)
+    if row is not None:
+        session.delete(row)
+    return [snapshot_folder(snapshot_id)]

@@ -1,0 +1,73 @@
+"""Slots: the tensors and counters of the runs that are resident in a train worker."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from app.runs.models import Run
+from app.wire.types import LoraConfig
+from workers.model.lora import Adapter
+from workers.model.optim import AdamState
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a run counts between steps; part of its state.
+
+    `summed`: forward_backward operations in the gradient. `failed`: sequence ids of those that failed. `tokens`: of the
+    operations in the gradient. `version`: grows whenever the adapter's weights change.
+    """
+
+    summed: int = 0
+    failed: list[int] = field(default_factory=list)
+    tokens: int = 0
+    version: int = 0
+
+    def clear_gradient(self) -> None:
+        """Begin the next step's sum."""
+        self.summed, self.failed, self.tokens = 0, [], 0
+
+
+@dataclass(slots=True, eq=False)
+class RunState:
+    """A run's state at one sequence id: all that a replay would rebuild."""
+
+    adapter: Adapter
+    adam: AdamState
+    counters: Counters = field(default_factory=Counters)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A resident run. `state` is None until operation 0 has made it.
+
+    `saved_adapter` is the sampler snapshot of the weights at `saved_version`, shared by saves without a step between.
+    `log_operations` and `log_bytes` measure what a recovery would have to replay.
+    """
+
+    run: Run
+    epoch: int
+    applied_seq: int
+    crashes: int = 0
+    state: RunState | None = None
+    saved_version: int = -1
+    saved_adapter: str | None = None
+    recovery_snapshot_id: str | None = None
+    log_operations: int = 0
+    log_bytes: int = 0
+    snapshot_pending: bool = False
+    last_used: float = field(default_factory=time.monotonic)
+
+    @property
+    def lora(self) -> LoraConfig:
+        """The adapter that the run was created with."""
+        run = self.run
+        return LoraConfig(
+            rank=run.lora_rank,
+            seed=run.lora_seed,
+            train_attn=run.train_attn,
+            train_mlp=run.train_mlp,
+            train_unembed=run.train_unembed,
+            alpha=run.lora_alpha,
+        )
