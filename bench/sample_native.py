@@ -1,5 +1,4 @@
-"""Speed of the native engine on a tiny model: `python -m bench.sample_native [--threads 1] [--adapters 4] [--repeat
-3]`.
+"""Speed of the native engine on a tiny model: `python -m bench.sample_native [--threads 1] [--profile]`.
 
 Baseline in the same run: the bare forward of transformers, one token for the same number of rows, without a cache. It
 is what no engine that calls transformers can beat; the ratio is what the engine costs on top.

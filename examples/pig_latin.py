@@ -97,8 +97,9 @@ def main() -> None:
             console.print(f"  step {step + 1:3d}  loss {losses[-1]:.4f}")
 
     after = ask(training_client, tokenizer, QUESTION)
+    console.print(f"{QUESTION!r} in pig latin, and the log-probability of the right answer:")
     for when, (answer, logprob) in (("before", before), ("after", after)):
-        console.print(f"{QUESTION!r} {when}: {answer!r} (log-probability of the right answer: {logprob:.2f})")
+        console.print(f"  {when:<6}  {answer!r}  {logprob:.2f}")
 
 
 if __name__ == "__main__":

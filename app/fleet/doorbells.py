@@ -68,9 +68,29 @@ class DoorbellPublisher:
             self.lost += 1
 
     def _publish_all(self) -> None:
-        while (bell := self._waiting.get()) is not None:
+        while True:
+            first = self._waiting.get()
+            bells, stop = self._with_what_else_waits(first)
+            for bell in bells:
+                self._publish(bell)
+            if stop:
+                return
+
+    def _with_what_else_waits(self, first: Doorbell | None) -> tuple[list[Doorbell], bool]:
+        """Everything in the queue by now. Of several rings for one run one is enough: it is heard after all of them."""
+        bells: dict[tuple[str, tuple[str, ...]], Doorbell] = {}
+        bell = first
+        while bell is not None:
+            bells.setdefault((bell.queue, bell.args), bell)
             try:
-                self._celery.send_task(bell.task, args=bell.args, queue=bell.queue)
-            except (OperationalError, OSError) as error:
-                self.lost += 1
-                log.warning("doorbell_lost", task=bell.task, queue=bell.queue, error=type(error).__name__)
+                bell = self._waiting.get_nowait()
+            except queue.Empty:
+                return list(bells.values()), False
+        return list(bells.values()), True
+
+    def _publish(self, bell: Doorbell) -> None:
+        try:
+            self._celery.send_task(bell.task, args=bell.args, queue=bell.queue)
+        except (OperationalError, OSError) as error:
+            self.lost += 1
+            log.warning("doorbell_lost", task=bell.task, queue=bell.queue, error=type(error).__name__)

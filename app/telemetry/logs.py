@@ -9,6 +9,9 @@ import structlog
 
 from app.settings import Settings
 
+_CHATTY = ("celery.app.trace", "celery.worker.strategy", "celery.redirected", "httpx", "kombu")
+"""Loggers that say something for every message."""
+
 
 def configure_logs(settings: Settings) -> None:
     """Send structlog and the standard library's loggers to stderr in one format."""
@@ -37,3 +40,5 @@ def configure_logs(settings: Settings) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+    for chatty in _CHATTY:
+        logging.getLogger(chatty).setLevel(max(level, logging.WARNING))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.fleet.queues import pool_slug
 from app.up import CannotStart
 
 
@@ -26,11 +26,6 @@ class BaseModel:
     def names(self) -> tuple[str, ...]:
         """What clients put into `base_model`."""
         return self.aliases or (self.source,)
-
-    @property
-    def slug(self) -> str:
-        """A short name that is safe in file names."""
-        return re.sub(r"[^a-z0-9]+", "-", Path(self.names[0]).name.lower()).strip("-") or "model"
 
 
 def parse_base_model(text: str) -> BaseModel:
@@ -56,7 +51,7 @@ def group_base_models(texts: Iterable[str]) -> list[BaseModel]:
     """Parse all `--base-model` values and join those of one source, in order of first mention: one worker each.
 
     Raises:
-        CannotStart: as `parse_base_model`, or one alias is given to two models.
+        CannotStart: as `parse_base_model`; or one alias is given to two models; or two models would share a pool.
     """
     aliases_of: dict[str, list[str]] = {}
     owner: dict[str, str] = {}
@@ -68,18 +63,24 @@ def group_base_models(texts: Iterable[str]) -> list[BaseModel]:
                 raise CannotStart(f"The alias {alias!r} is given to two models: {owner[alias]} and {model.source}.")
             if alias not in aliases:
                 aliases.append(alias)
-    return [BaseModel(source, tuple(aliases)) for source, aliases in aliases_of.items()]
+    models = [BaseModel(source, tuple(aliases)) for source, aliases in aliases_of.items()]
+    _check_pools(models)
+    return models
 
 
-def worker_roles(models: Iterable[BaseModel]) -> list[tuple[str, BaseModel]]:
-    """Name each model's worker: `worker` when there is one, else `worker-<slug>`, numbered where slugs collide."""
-    models = list(models)
+def worker_roles(models: Sequence[BaseModel]) -> list[tuple[str, BaseModel]]:
+    """Name each model's worker: `worker` when there is one, else `worker-<pool>`."""
     if len(models) == 1:
         return [("worker", models[0])]
-    roles: dict[str, BaseModel] = {}
+    return [(f"worker-{pool_slug(model.names[0])}", model) for model in models]
+
+
+def _check_pools(models: Iterable[BaseModel]) -> None:
+    pools: dict[str, BaseModel] = {}
     for model in models:
-        role, number = f"worker-{model.slug}", 2
-        while role in roles:
-            role, number = f"worker-{model.slug}-{number}", number + 1
-        roles[role] = model
-    return list(roles.items())
+        other = pools.setdefault(pool_slug(model.names[0]), model)
+        if other is not model:
+            raise CannotStart(
+                f"{other.names[0]!r} and {model.names[0]!r} differ too little to name two pools of workers; "
+                "give one of them another alias."
+            )

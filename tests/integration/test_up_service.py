@@ -17,7 +17,13 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROLES = ("redis", "web", "worker", "beat")
+READY_LINES = {
+    "redis": "Ready to accept connections",
+    "web": "Application startup complete",
+    "worker": " ready.",
+    "beat": " ready.",
+}
+"""What each process logs once per start."""
 READY_S = 90.0
 
 
@@ -67,6 +73,9 @@ class Service:
         except FileNotFoundError:
             return 0
 
+    def starts(self, role: str) -> int:
+        return (self.data_dir / "log" / f"{role}.log").read_text().count(READY_LINES[role])
+
     def health(self) -> int:
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5) as response:
@@ -99,7 +108,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def test_every_process_has_a_pid_file(service: Service) -> None:
     assert service.pid("up") == service.process.pid
-    for role in ROLES:
+    for role in READY_LINES:
         assert psutil.Process(service.pid(role)).is_running()
 
 
@@ -114,18 +123,19 @@ def test_a_second_up_on_the_folder_or_the_port_is_refused(service: Service, tmp_
     assert service.health() == 200
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", READY_LINES)
 def test_the_service_heals_when_a_process_is_killed(service: Service, role: str) -> None:
-    killed = service.pid(role)
+    killed, starts = service.pid(role), service.starts(role)
     os.kill(killed, signal.SIGKILL)
     wait_for(lambda: service.pid(role) not in (0, killed))
+    wait_for(lambda: service.starts(role) == starts + 1)
     wait_for(lambda: service.health() == 200)
     assert f"{role} ended (SIGKILL)" in service.terminal
 
 
 def test_ctrl_c_stops_everything_within_seconds(service: Service) -> None:
     service.wait_until_ready()
-    assert len(service.family) >= len(ROLES)
+    assert len(service.family) >= len(READY_LINES)
     began = time.monotonic()
     service.process.send_signal(signal.SIGINT)
     assert service.process.wait(15) == 0

@@ -53,12 +53,12 @@ def test_an_alias_of_two_models_is_refused() -> None:
         group_base_models(["a=org/m", "a=org/n"])
 
 
-def test_one_worker_is_named_plainly_and_several_by_model() -> None:
-    one = BaseModel("org/Model-1.5B")
+def test_models_that_would_share_a_pool_are_refused() -> None:
+    with pytest.raises(CannotStart, match="'org/m' and 'Org-M' differ too little"):
+        group_base_models(["org/m", "Org-M=org/n"])
+
+
+def test_one_worker_is_named_plainly_and_several_by_pool() -> None:
+    one, other = BaseModel("org/Model-1.5B"), BaseModel("org/z", ("Chat Z",))
     assert worker_roles([one]) == [("worker", one)]
-    others = [one, BaseModel("/x/model-1.5b"), BaseModel("org/z", ("Chat Z",))]
-    assert [role for role, _ in worker_roles(others)] == [
-        "worker-model-1-5b",
-        "worker-model-1-5b-2",
-        "worker-chat-z",
-    ]
+    assert [role for role, _ in worker_roles([one, other])] == ["worker-org-model-1.5b", "worker-chat-z"]

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
+
 from app.errors import TinworksError
 from app.wire.types import SampleRequest, SampleResult
 from workers.model.lora import Adapter
+
+log = structlog.get_logger()
 
 
 class Cancelled(TinworksError):
@@ -17,6 +21,13 @@ class Cancelled(TinworksError):
 
 class EngineFailure(TinworksError):
     """The engine could not serve this job; others go on."""
+
+    @classmethod
+    def caused_by(cls, error: Exception) -> EngineFailure:
+        """What a job gets that met with an unforeseen error, whose traceback comes along as the cause."""
+        failure = cls(f"the engine failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +41,13 @@ class Job:
     request: SampleRequest
     adapter: Adapter | None
     deliver: Callable[[SampleResult | Exception], None]
+
+    def finish(self, outcome: SampleResult | Exception) -> None:
+        """Deliver. What the receiver does wrong is its own affair and must not stop the engine."""
+        try:
+            self.deliver(outcome)
+        except Exception:
+            log.exception("deliver_failed", request_id=self.request.request_id)
 
 
 class Engine(Protocol):

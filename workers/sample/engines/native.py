@@ -15,7 +15,6 @@ import math
 from collections import deque
 from collections.abc import Sequence as Seq
 
-import structlog
 import torch
 
 from app.errors import InvalidRequest, TinworksError
@@ -29,8 +28,6 @@ from workers.sample.engines.kv_cache import KVPool, placed
 from workers.sample.engines.prefill import draw_first, keeps, prefill_pass
 from workers.sample.engines.stops import Decode, StopRule
 from workers.sample.engines.tickets import Sequence, Ticket
-
-log = structlog.get_logger()
 
 PREFILLS_IN_A_ROW = 4
 """Running sequences get a step at the latest after so many passes over new prompts."""
@@ -119,9 +116,9 @@ class NativeEngine:
             try:
                 ticket = self._ticket(job)
             except TinworksError as error:
-                deliver(job, error)
+                job.finish(error)
             except (ValueError, TypeError, OverflowError) as error:
-                deliver(job, InvalidRequest(str(error)))
+                job.finish(InvalidRequest(str(error)))
             else:
                 self._tickets.add(ticket)
                 self._line.append(ticket)
@@ -133,8 +130,7 @@ class NativeEngine:
 
     def _ticket(self, job: Job) -> Ticket:
         stops = StopRule.of(job.request.params, self._eos, self._decode_text)
-        vocab_size = self._forward.vocab_size
-        return Ticket(job, stops, context_length=self._context_length, vocab_size=vocab_size)
+        return Ticket(job, stops, context_length=self._context_length, vocab_size=self._forward.vocab_size)
 
     def _prefill(self, wave: Wave) -> None:
         """One pass of a wave; what is left of it goes back to the front."""
@@ -149,17 +145,15 @@ class NativeEngine:
             if len(wave.prompts) > 1:
                 self._waves.extendleft(reversed(wave.split()))
                 return
-            log.exception("prefill_failed", request_id=wave.sequences[0].ticket.request.request_id)
             for ticket in wave.prompts[0].tickets:
-                self._close(ticket, EngineFailure(f"prefill failed: {error}"))
+                self._close(ticket, EngineFailure.caused_by(error))
             self._settle()
             return
         if drawn is None:
             self._waves.appendleft(wave)
             return
-        sequences = wave.sequences
-        self._take(sequences, drawn)
-        self._settle(sequences)
+        self._take(wave.sequences, drawn)
+        self._settle(wave.sequences)
 
     def _prefill_pass(self, wave: Wave) -> Drawn | None:
         """The next tokens of a wave; the sequences' first tokens if it is through."""
@@ -200,10 +194,8 @@ class NativeEngine:
                     self._advance(half)
                 return
             [sequence] = batch.sequences
-            ticket = sequence.ticket
-            log.exception("decode_failed", request_id=ticket.request.request_id)
             self._pool.clear(sequence.slot)
-            self._close(ticket, EngineFailure(f"decoding failed: {error}"))
+            self._close(sequence.ticket, EngineFailure.caused_by(error))
             return
         self._take(batch.sequences, drawn)
 
@@ -220,8 +212,7 @@ class NativeEngine:
             try:
                 reason = sequence.accept(token, logprob)
             except Exception as error:
-                log.warning("sequence_failed", request_id=ticket.request.request_id, error=str(error))
-                self._close(ticket, error if isinstance(error, TinworksError) else EngineFailure(str(error)))
+                self._close(ticket, error if isinstance(error, TinworksError) else EngineFailure.caused_by(error))
                 continue
             if reason is not None:
                 self._changed = True
@@ -237,7 +228,7 @@ class NativeEngine:
         self._tickets.discard(ticket)
         if ticket.begun < ticket.request.num_samples:
             self._line.remove(ticket)
-        deliver(ticket.job, outcome)
+        ticket.job.finish(outcome)
 
     def _settle(self, new: Seq[Sequence] = ()) -> None:
         """Let `new` sequences into the batch and those that ended out of it, and close ranks: slots 0 … n-1, by
@@ -257,11 +248,3 @@ class NativeEngine:
                 sequence.slot = target
         self._running = sorted(alive, key=lambda s: s.slot)
         self._batch = None
-
-
-def deliver(job: Job, outcome: SampleResult | Exception) -> None:
-    """Hand over an outcome. What the receiver does wrong is its own affair and must not stop the engine."""
-    try:
-        job.deliver(outcome)
-    except Exception:
-        log.exception("deliver_failed", request_id=job.request.request_id)

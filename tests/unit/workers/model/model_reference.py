@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -43,7 +44,7 @@ def random_adapter(base: BaseModel, seed: int, rank: int = 4, **config: bool) ->
     return adapter
 
 
-def random_data(seed: int, lengths: Sequence[int], k: int | None = None, **scale: float) -> list[Datum]:
+def random_data(seed: int, lengths: Sequence[int], k: int | None = None) -> list[Datum]:
     """Datums for cross-entropy, targets unrelated to the tokens, weights of both signs."""
     draw = np.random.default_rng(seed)
     data = []
@@ -75,7 +76,9 @@ class PeftReference:
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
-        self.model = peft.get_peft_model(plain_model(name), config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+            self.model = peft.get_peft_model(plain_model(name), config)
         self.parameters: dict[str, Tensor] = {}
         for path, (a, b) in adapter.modules.items():
             layer = self.model.base_model.model.get_submodule(path)

@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from app.wire.types import ForwardBackwardOutput
+from app.wire.types import ForwardBackwardOutput, LoraConfig
 from workers.model.base import BaseModel
 from workers.model.forward import Work, run_pass
-from workers.model.lora import Adapter
+from workers.model.lora import Adapter, Routing, routed
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 MIXTURE = [
     {"rank": 1},
@@ -70,9 +72,7 @@ def test_a_fresh_adapter_is_the_base_bit_for_bit(base: BaseModel) -> None:
     tokens = torch.arange(24).view(2, 12)
     with torch.no_grad():
         expected = reference.plain_model(base.name_or_path)(input_ids=tokens).logits
-    adapter = base.new_adapter(reference.LoraConfig(rank=4, seed=0))
-    from workers.model.lora import Routing, routed
-
+    adapter = base.new_adapter(LoraConfig(rank=4, seed=0))
     with torch.no_grad(), routed(Routing.of([(adapter, 2)], row_tokens=12)):
         assert torch.equal(base.lm_head(base.hidden(tokens)), expected)
 
@@ -116,15 +116,16 @@ def test_doubled_data_double_loss_and_gradient(qwen: BaseModel) -> None:
     torch.testing.assert_close(twice.grad_flat, 2 * once.grad_flat, atol=1e-4, rtol=1e-5)
 
 
-def test_bfloat16_base_follows_float32_within_its_precision() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
+def test_bfloat16_base_follows_float32_within_its_precision(device: str) -> None:
     exact = BaseModel(reference.plain_model("qwen3-tied"), "exact")
-    rough = BaseModel(reference.plain_model("qwen3-tied").bfloat16(), "rough")
+    rough = BaseModel(reference.plain_model("qwen3-tied").bfloat16().to(device), "rough")  # type: ignore[arg-type]
     data = reference.random_data(4, [20, 13])
     grads = []
     for base in (exact, rough):
         adapter = reference.random_adapter(base, 4)
         reference.run_one(base, Work(adapter, data, "cross_entropy"))
         assert adapter.grad_flat.dtype == torch.float32
-        grads.append(adapter.grad_flat)
+        grads.append(adapter.grad_flat.cpu())
     cosine = torch.nn.functional.cosine_similarity(grads[0], grads[1], dim=0)
     assert float(cosine) > 0.99

@@ -92,7 +92,7 @@ def test_what_cannot_be_served_is_the_users_error_and_hurts_nobody(
     lab: Lab, tokens: list[int], params: dict[str, object], word: str
 ) -> None:
     engine, inbox = lab.engine(), Inbox()
-    engine.submit(inbox.job(ask("bad", tokens, **params)))  # type: ignore[arg-type]
+    engine.submit(inbox.job(ask("bad", tokens, **params)))
     engine.submit(inbox.job(ask("good", prompt(6), max_tokens=5, temperature=0.0)))
     drain(engine)
     outcome = inbox["bad"]

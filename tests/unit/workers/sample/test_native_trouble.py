@@ -13,6 +13,7 @@ from native_lab import Inbox, Lab, ask, drain, prompt, qwen, tokens_of
 from app.wire.types import LoraConfig, SampleRequest, SampleResult
 from workers.model.lora import Adapter, Routing, routed
 from workers.sample.engines.base import Cancelled, EngineFailure, Job
+from workers.sample.engines.forward import Forward
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,7 @@ def test_an_adapter_that_cannot_be_served(lab: Lab, kind: str, max_tokens: int) 
 
 
 @pytest.mark.parametrize("kind", ["raises", "nan"])
-def test_an_adapter_that_breaks_while_it_runs(lab: Lab, kind: str) -> None:
+def test_an_adapter_that_breaks_while_it_runs(lab: Lab, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, inbox = lab.engine(), Inbox()
     adapter = lab.adapter(2, 5)
     requests = others(4)
@@ -118,14 +119,22 @@ def test_an_adapter_that_breaks_while_it_runs(lab: Lab, kind: str) -> None:
     for _ in range(4):
         engine.step()
     if kind == "raises":
-        a, _ = adapter.modules["model.layers.1.mlp.up_proj"]
-        a.data = a.data[:, :-1]
+
+        def broken(self: Forward, *args: Any) -> torch.Tensor:
+            if any(segment.adapter is adapter for segment in args[-1].segments):
+                raise RuntimeError("no kernel for this")
+            return whole(self, *args)
+
+        whole = Forward.decode
+        monkeypatch.setattr(Forward, "decode", broken)
         engine.submit(inbox.job(ask("new", prompt(3), max_tokens=12), adapter))
     else:
         adapter.flat.fill_(float("nan"))
     drain(engine)
     for i, request in enumerate(requests):
-        assert isinstance(inbox[f"x{i}"], EngineFailure)
+        outcome = inbox[f"x{i}"]
+        assert isinstance(outcome, EngineFailure)
+        assert isinstance(outcome.__cause__, RuntimeError) == (kind == "raises")
         assert_greedy(lab, inbox[request.request_id], request)
     again = [ask(f"again{i}", prompt(40 + i), max_tokens=12, temperature=0.0) for i in range(8)]
     for request in again:
