@@ -1,28 +1,42 @@
 """What only the model decides about a `forward_backward`: token range, context length, the loss's inputs and shapes.
 
-Every message names the datum's index and the field, and says what was expected.
+The API asks before it accepts, the worker again before it computes. Every message names the datum's index and the
+field, and says what was expected.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from app.errors import InvalidRequest
-from app.fleet.service import ServedModel
 from app.runs.loss_specs import LOSS_SPECS, LossSpec
-from app.wire.types import Datum, ForwardBackward
+from app.wire.types import Datum, LossConfig
 
 
-def check_forward_backward(request: ForwardBackward, model: ServedModel) -> None:
-    """Raise InvalidRequest for the first thing that the model or the loss cannot take."""
-    spec = _loss(request.loss_fn)
-    _check_config(request, spec)
-    if not request.data:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a base model takes: token ids below `vocab_size`, at most `context_length` tokens."""
+
+    vocab_size: int
+    context_length: int
+
+
+def check_batch(loss_fn: str, loss_config: LossConfig, data: Sequence[Datum], limits: Limits) -> None:
+    """Raise InvalidRequest for the first thing that the model or the loss cannot take (SEMANTICS §2, §3)."""
+    spec = _loss(loss_fn)
+    _check_config(loss_config, spec)
+    if not data:
         raise InvalidRequest("data: must hold at least one datum")
-    for i, datum in enumerate(request.data):
-        _check_datum(datum, f"data[{i}]", spec, model)
+    names = set(data[0].inputs)
+    for i, datum in enumerate(data):
+        where = f"data[{i}]"
+        _check_datum(datum, where, spec, limits)
+        if odd := set(datum.inputs) ^ names:
+            raise InvalidRequest(f"{where}.loss_fn_inputs[{min(odd)!r}]: must be in every datum or in none")
 
 
 def _loss(name: str) -> LossSpec:
@@ -32,8 +46,8 @@ def _loss(name: str) -> LossSpec:
     return spec
 
 
-def _check_config(request: ForwardBackward, spec: LossSpec) -> None:
-    for key, value in request.loss_config.items():
+def _check_config(config: LossConfig, spec: LossSpec) -> None:
+    for key, value in config.items():
         if key not in spec.config:
             known = ", ".join(sorted(spec.config)) or "none"
             raise InvalidRequest(f"loss_fn_config[{key!r}]: unknown to {spec.name}; it takes {known}")
@@ -41,36 +55,40 @@ def _check_config(request: ForwardBackward, spec: LossSpec) -> None:
             raise InvalidRequest(f"loss_fn_config[{key!r}]: must be a finite number")
 
 
-def _check_datum(datum: Datum, where: str, spec: LossSpec, model: ServedModel) -> None:
+def _check_datum(datum: Datum, where: str, spec: LossSpec, limits: Limits) -> None:
     n = len(datum.tokens)
     if n == 0:
         raise InvalidRequest(f"{where}.model_input: has no tokens")
-    if n > model.context_length:
-        raise InvalidRequest(f"{where}.model_input: {n} tokens exceed the context of {model.context_length}")
-    _check_range(datum.tokens, f"{where}.model_input", model)
+    if n > limits.context_length:
+        raise InvalidRequest(f"{where}.model_input: {n} tokens exceed the context of {limits.context_length}")
+    _check_range(datum.tokens, f"{where}.model_input", limits)
+    for name in datum.inputs:
+        if name not in spec.required and name not in spec.optional:
+            known = ", ".join(spec.required + spec.optional)
+            raise InvalidRequest(f"{where}.loss_fn_inputs[{name!r}]: unknown to {spec.name}; it takes {known}")
     for name in spec.required:
         if name not in datum.inputs:
             raise InvalidRequest(f"{where}.loss_fn_inputs[{name!r}]: missing; {spec.name} needs it")
     targets = datum.inputs["target_tokens"]
+    _check_targets(targets, f"{where}.loss_fn_inputs['target_tokens']", n, spec, limits)
     for name, array in datum.inputs.items():
-        field = f"{where}.loss_fn_inputs[{name!r}]"
-        if name not in spec.required and name not in spec.optional:
-            raise InvalidRequest(
-                f"{field}: unknown to {spec.name}; it takes {', '.join(spec.required + spec.optional)}"
-            )
-        if array.ndim not in ((1, 2) if spec.two_dimensional else (1,)) or len(array) != n or 0 in array.shape:
-            expected = f"[{n}] or [{n}, K]" if spec.two_dimensional else f"[{n}]"
-            raise InvalidRequest(f"{field}: has shape {list(array.shape)}, expected {expected} like the model_input")
-        if name == "target_tokens":
-            if array.dtype.kind != "i":
-                raise InvalidRequest(f"{field}: must be int64")
-            _check_range(array, field, model)
-        elif array.shape != targets.shape:
-            raise InvalidRequest(f"{field}: has shape {list(array.shape)}, target_tokens has {list(targets.shape)}")
+        if array.shape != targets.shape:
+            shapes = f"has shape {list(array.shape)}, target_tokens has {list(targets.shape)}"
+            raise InvalidRequest(f"{where}.loss_fn_inputs[{name!r}]: {shapes}")
 
 
-def _check_range(tokens: np.ndarray, field: str, model: ServedModel) -> None:
+def _check_targets(targets: np.ndarray, field: str, n: int, spec: LossSpec, limits: Limits) -> None:
+    dimensions = (1, 2) if spec.two_dimensional else (1,)
+    if targets.ndim not in dimensions or len(targets) != n or 0 in targets.shape:
+        expected = f"[{n}] or [{n}, K]" if spec.two_dimensional else f"[{n}]"
+        raise InvalidRequest(f"{field}: has shape {list(targets.shape)}, expected {expected} like the model_input")
+    if targets.dtype.kind != "i":
+        raise InvalidRequest(f"{field}: must be int64")
+    _check_range(targets, field, limits)
+
+
+def _check_range(tokens: np.ndarray, field: str, limits: Limits) -> None:
     low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= model.vocab_size:
+    if low < 0 or high >= limits.vocab_size:
         bad = low if low < 0 else high
-        raise InvalidRequest(f"{field}: token {bad} is outside the vocabulary of {model.vocab_size}")
+        raise InvalidRequest(f"{field}: token {bad} is outside the vocabulary of {limits.vocab_size}")

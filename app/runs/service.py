@@ -23,7 +23,7 @@ from app.db import Database, utc_now
 from app.errors import InvalidRequest, NotFound
 from app.fleet.service import ServedModel, find_model
 from app.runs import log
-from app.runs.checks import check_forward_backward
+from app.runs.checks import Limits, check_batch
 from app.runs.log import Failure, Payload
 from app.runs.models import Run
 from app.runs.schemas import (
@@ -221,7 +221,8 @@ class RunService:
         def prepare(facts: RunFacts) -> Prepared:
             request = decode_forward_backward(message)
             assert facts.model is not None
-            check_forward_backward(request, facts.model)
+            limits = Limits(facts.model.vocab_size, facts.model.context_length)
+            check_batch(request.loss_fn, request.loss_config, request.data, limits)
             return Prepared(message.SerializeToString(), request.tokens)
 
         mark = fingerprint_forward_backward(message)

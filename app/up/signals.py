@@ -6,10 +6,13 @@ import contextlib
 import select
 import signal
 import socket
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAME_REQUEST_S = 0.25
+"""Signals closer together are one request: `timeout` and others signal a process and then its group."""
 
 
 class Signals:
@@ -17,6 +20,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop_requests = 0
+        self._last_stop = float("-inf")
         self._reader, self._writer = socket.socketpair()
         self._previous: dict[int, Any] = {}
         self._previous_fd = -1
@@ -48,4 +52,6 @@ class Signals:
                 self._reader.recv(4096)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
-        self.stop_requests += 1
+        if time.monotonic() - self._last_stop > SAME_REQUEST_S:
+            self.stop_requests += 1
+        self._last_stop = time.monotonic()

@@ -41,11 +41,10 @@ CASES = {
     "unknown loss": (lambda: batch(1, [3]), "no_such_loss", None, ("loss_fn", "no_such_loss", "cross_entropy")),
     "unknown loss config": (lambda: batch(1, [3]), "cross_entropy", {"temperature": 1.0}, ("temperature",)),
     "unknown loss input": (
-        lambda: [types.Datum(types.ModelInput.from_ints(GOOD), {"target_tokens": GOOD, "mask": [1.0] * 4})]
-        if False
-        else [
+        lambda: [
             types.Datum(
-                model_input=types.ModelInput.from_ints(GOOD), loss_fn_inputs={"target_tokens": GOOD, "wieghts": [1.0] * 4}
+                model_input=types.ModelInput.from_ints(GOOD),
+                loss_fn_inputs={"target_tokens": GOOD, "wieghts": types.TensorData(data=[1.0] * 4, dtype="float32")},
             )
         ],
         "cross_entropy",

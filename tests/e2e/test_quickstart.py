@@ -25,7 +25,7 @@ def test_fine_tuning_teaches_the_answer(client: tinker.ServiceClient) -> None:
         data.append(datum(tokens[:-1], tokens[1:], weights))
         prompts.append((prompt, answer))
     losses = []
-    for _ in range(40):
+    for _ in range(60):
         forward = training.forward_backward(data, "cross_entropy")
         step = training.optim_step(types.AdamParams(learning_rate=3e-3))
         losses.append(forward.result(60).metrics["loss:sum"])
@@ -60,7 +60,7 @@ def test_a_with_block_finishes_the_session(service, connect) -> None:  # type: i
     from app.db import Database
     from app.sessions.models import ClientSession
 
-    session_id = training.get_info().model_id.split(":")[0] if False else training.model_id.split(":")[0]
+    session_id = training.model_id.split(":")[0]
     with Database(f"sqlite:///{service.data_dir}/tinworks.db").read() as session:
         row = session.scalar(select(ClientSession).where(ClientSession.id == session_id))
     assert row is not None and row.finish_reason == "success"

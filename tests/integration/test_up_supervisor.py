@@ -18,7 +18,7 @@ import pytest
 from app.up import CannotStart, network
 from app.up.child import ChildSpec
 from app.up.data_dir import DataDir
-from app.up.signals import Signals
+from app.up.signals import SAME_REQUEST_S, Signals
 from app.up.supervisor import StopRequested, Supervisor
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
@@ -56,6 +56,7 @@ class Scene:
         self.run_dir.mkdir()
         self.log_dir.mkdir()
         self.said: list[str] = []
+        self.signals = signals
         self.supervisor = Supervisor(signals, run_dir=self.run_dir, log_dir=self.log_dir, say=self.said.append)
 
     def pid(self, role: str) -> int:
@@ -213,10 +214,19 @@ def test_a_second_ctrl_c_does_not_wait(script: tuple[subprocess.Popen[str], list
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
     assert process.stdout.readline() == "stopping\n"
+    time.sleep(2 * SAME_REQUEST_S)  # people are not quicker
     process.send_signal(signal.SIGINT)
     assert process.wait(4) == 0
     assert time.monotonic() - began < 4
     wait_for(lambda: not any(map(alive, pids)))
+
+
+def test_one_request_to_stop_that_comes_twice_is_one(scene: Scene) -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(StopRequested):
+        scene.supervisor.tick(10.0)
+    assert scene.signals.stop_requests == 1
 
 
 def test_nothing_outlives_a_killed_supervisor(script: tuple[subprocess.Popen[str], list[int]]) -> None:

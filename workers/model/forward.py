@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from app.errors import InvalidRequest
-from app.runs.loss_specs import LOSS_SPECS
+from app.runs.checks import Limits, check_batch
 from app.wire.types import Datum, ForwardBackwardOutput
 from workers.model.base import BaseModel
 from workers.model.batch import MicroBatch, Row, assemble, pack, stack_inputs
@@ -54,49 +54,12 @@ def run_pass(base: BaseModel, works: Sequence[Work], *, micro_batch_tokens: int)
 
 
 def _refusal(base: BaseModel, work: Work) -> InvalidRequest | None:
+    limits = Limits(base.facts.vocab_size, base.facts.context_length)
     try:
-        check_work(work, base.facts.vocab_size, base.facts.context_length)
+        check_batch(work.loss_fn, work.loss_config, work.data, limits)
     except InvalidRequest as error:
         return error
     return None
-
-
-def check_work(work: Work, vocab_size: int, context_length: int) -> None:
-    """Raises `InvalidRequest`, naming the datum and the field, on anything that the pass could not compute (SEMANTICS
-    §2).
-    """
-    spec = LOSS_SPECS.get(work.loss_fn)
-    if spec is None:
-        raise InvalidRequest(f"loss_fn: {work.loss_fn!r} is not one of {', '.join(LOSS_SPECS)}")
-    try:
-        full_config(work.loss_fn, work.loss_config)
-    except ValueError as error:
-        raise InvalidRequest(str(error)) from None
-    if not work.data:
-        raise InvalidRequest("data: is empty")
-    fields = set(work.data[0].inputs)
-    for i, datum in enumerate(work.data):
-        length, names = len(datum.tokens), set(datum.inputs)
-        if not 1 <= length <= context_length:
-            raise InvalidRequest(f"data[{i}].model_input: {length} tokens, must be 1 to {context_length}")
-        if missing := set(spec.required) - names:
-            raise InvalidRequest(f"data[{i}].loss_fn_inputs: {work.loss_fn} needs {min(missing)!r}")
-        if unknown := names - {*spec.required, *spec.optional}:
-            raise InvalidRequest(f"data[{i}].loss_fn_inputs: {work.loss_fn} does not take {min(unknown)!r}")
-        if names != fields:
-            raise InvalidRequest(f"data[{i}].loss_fn_inputs: {min(names ^ fields)!r} is in some datums only")
-        targets = datum.inputs["target_tokens"]
-        if targets.ndim > (2 if spec.two_dimensional else 1) or targets.ndim < 1 or 0 in targets.shape:
-            raise InvalidRequest(
-                f"data[{i}].loss_fn_inputs.target_tokens: shape {targets.shape} does not fit {work.loss_fn}"
-            )
-        for name, array in datum.inputs.items():
-            if array.shape != (length, *targets.shape[1:]):
-                expected = (length, *targets.shape[1:])
-                raise InvalidRequest(f"data[{i}].loss_fn_inputs.{name}: shape {array.shape}, expected {expected}")
-        for name, ids in (("model_input", datum.tokens), ("loss_fn_inputs.target_tokens", targets)):
-            if ids.min() < 0 or ids.max() >= vocab_size:
-                raise InvalidRequest(f"data[{i}].{name}: token ids must be 0 to {vocab_size - 1}")
 
 
 def _run_isolated(
