@@ -34,8 +34,10 @@ lint: install
 	$(BIN)/mypy app workers
 	$(BIN)/lint-imports
 
-proto: install
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. app/wire/tinker.proto
+proto:
+	$(PYTHON) -m venv build/protoc
+	build/protoc/bin/pip install --quiet grpcio-tools==1.75.1
+	build/protoc/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. app/wire/tinker.proto
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

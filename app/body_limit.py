@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import TooLarge
@@ -24,7 +26,7 @@ class BodyLimit:
         if length.isdigit() and int(length) > self._limit:
             await self._refuse(scope, receive, send)
             return
-        received = 0
+        received, started = 0, False
 
         async def counted() -> Message:
             nonlocal received
@@ -34,9 +36,15 @@ class BodyLimit:
                 raise too_large(self._limit)
             return message
 
-        try:
-            await self._app(scope, counted, send)
-        except TooLarge:
+        async def guarded(message: Message) -> None:
+            nonlocal started
+            if started or received <= self._limit:  # else it is what a framework made of our error; the answer is ours
+                started = True
+                await send(message)
+
+        with contextlib.suppress(TooLarge):
+            await self._app(scope, counted, guarded)
+        if received > self._limit and not started:
             await self._refuse(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:

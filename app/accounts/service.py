@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import threading
@@ -9,6 +10,7 @@ import time
 import uuid
 
 from sqlalchemy import select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from app.accounts.models import ApiKey, Owner
@@ -98,8 +100,9 @@ class KeyRing:
         with self._database.read() as session:
             if session.get(Owner, owner_id) is not None:
                 return owner_id
-        with self._database.write() as session:
-            _add_owner(session, owner_id)
+        with contextlib.suppress(IntegrityError):  # then another first request of this key has made it
+            with self._database.write() as session:
+                _add_owner(session, owner_id)
         return owner_id
 
 

@@ -12,7 +12,7 @@ from app.db import Database, database_clock, utc_now
 from app.fleet.models import Model, ModelName, Worker
 from app.wire.types import ModelFacts
 
-WORKER_SILENCE_S = 30.0
+WORKER_SILENCE_S = 12.0
 """A worker that was not seen for so long does not count as live."""
 
 

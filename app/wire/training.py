@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from app.errors import InvalidRequest
@@ -19,7 +19,7 @@ from app.wire import tinker_pb2 as pb
 from app.wire.types import Datum, ForwardBackward, ForwardBackwardOutput
 
 MAX_TENSOR_ELEMENTS = 1 << 26
-"""Largest dense form of one sparse input: bounds what a few bytes of CSR can unfold to."""
+"""Largest array, and largest dense form of all sparse arrays of a request: bounds what a few bytes can unfold to."""
 
 _DTYPES: dict[int, np.dtype] = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
 
@@ -46,6 +46,7 @@ def fingerprint_forward_backward(message: pb.ForwardBackwardRequest) -> str:
 def decode_forward_backward(message: pb.ForwardBackwardRequest) -> ForwardBackward:
     """The internal form of a parsed request. Raises InvalidRequest, naming datum and field."""
     _refuse_unknown(message, "forward_backward")
+    _check_sparse_size(message)
     return ForwardBackward(
         model_id=message.model_id,
         seq_id=message.seq_id,
@@ -54,6 +55,17 @@ def decode_forward_backward(message: pb.ForwardBackwardRequest) -> ForwardBackwa
         loss_config=_loss_config(message),
         forward_only=message.forward_only,
     )
+
+
+def _check_sparse_size(message: pb.ForwardBackwardRequest) -> None:
+    total = 0
+    for i, datum in enumerate(message.data):
+        for name, tensor in datum.loss_fn_inputs.items():
+            if tensor.HasField("sparse_csr"):
+                total += abs(math.prod(tensor.shape))
+            if total > MAX_TENSOR_ELEMENTS:
+                where = f"data[{i}].loss_fn_inputs[{name!r}].shape"
+                raise InvalidRequest(f"{where}: all sparse arrays up to this one exceed {MAX_TENSOR_ELEMENTS} values")
 
 
 def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -70,6 +82,8 @@ def _datum(datum: pb.Datum, where: str) -> Datum:
     _refuse_unknown(datum, where)
     parts = []
     for i, chunk in enumerate(datum.model_input):
+        _refuse_unknown(chunk, f"{where}.model_input.chunks[{i}]")
+        _refuse_unknown(chunk.encoded_text, f"{where}.model_input.chunks[{i}]")
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             name = kind or "unknown"
@@ -84,6 +98,8 @@ def _datum(datum: pb.Datum, where: str) -> Datum:
 
 
 def _tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
+    _refuse_unknown(tensor, where)
+    _refuse_unknown(tensor.sparse_csr, where)
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InvalidRequest(f"{where}.dtype: only float32 and int64 are supported")
@@ -120,7 +136,7 @@ def _csr(csr: pb.SparseCsr, dtype: np.dtype, shape: tuple[int, ...], where: str)
     return dense
 
 
-def _refuse_unknown(message: pb.ForwardBackwardRequest | pb.Datum, where: str) -> None:
+def _refuse_unknown(message: Message, where: str) -> None:
     unknown = UnknownFieldSet(message)
     if len(unknown):
         raise InvalidRequest(f"{where}: unknown protobuf field number {unknown[0].field_number}")

@@ -20,7 +20,8 @@ MODEL = "tiny"
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with the tiny model; shared, so tests must not break it for good."""
-    running = Service(tmp_path_factory.mktemp("service") / "data")
+    environment = {"TINWORKS_POLL_HOLD_S": "3"}  # so that polls of slow work are answered 408 a few times
+    running = Service(tmp_path_factory.mktemp("service") / "data", environment=environment)
     running.start()
     yield running
     assert running.stop() == 0

@@ -1,0 +1,47 @@
+"""Settings come from the environment; one that cannot work is named."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from app.settings import Settings
+
+
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])
+def test_every_spelling_of_postgres_reaches_the_driver_that_we_install(
+    monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setenv("DATABASE_URL", f"{scheme}://me:secret@db:5432/tinworks?sslmode=require")
+    assert Settings().database_url == "postgresql+psycopg://me:secret@db:5432/tinworks?sslmode=require"
+
+
+def test_sqlite_is_left_as_it_is() -> None:
+    assert Settings(database_url="sqlite:///x.db").database_url == "sqlite:///x.db"
+
+
+def test_platforms_names_and_our_own_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"REDIS_URL": "rediss://r:1/2", "PORT": "9", "TINWORKS_AUTH": "open"}.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings()
+    assert (settings.redis_url, settings.port, settings.auth) == ("rediss://r:1/2", 9, "open")
+
+
+WRONG = {
+    "DATABASE_URL": ("mysql://x", "DATABASE_URL must start with"),
+    "REDIS_URL": ("http://x", "REDIS_URL must start with"),
+    "PORT": ("eighty", "PORT"),
+    "TINWORKS_AUTH": ("maybe", "auth"),
+    "TINWORKS_POLL_HOLD_S": ("31", "poll_hold_s"),
+    "TINWORKS_LEASE_S": ("0", "lease_s"),
+    "TINWORKS_MAX_REQUEST_BYTES": ("10", "max_request_bytes"),
+    "TINWORKS_LOG_LEVEL": ("loud", "log_level"),
+}
+
+
+@pytest.mark.parametrize("variable", WRONG)
+def test_a_value_that_cannot_work_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    value, words = WRONG[variable]
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValidationError, match=words):
+        Settings()
