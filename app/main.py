@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,14 +12,14 @@ import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from redis.asyncio import Redis
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DataError, OperationalError
 from starlette.exceptions import HTTPException
 
 from app.accounts.service import KeyRing
 from app.body_limit import BodyLimit
 from app.db import Database, get_database
 from app.deps import Services
-from app.errors import TinworksError, Unavailable
+from app.errors import InvalidRequest, TinworksError, Unavailable
 from app.fleet.doorbells import DoorbellPublisher
 from app.fleet.routes import router as fleet_routes
 from app.futures.routes import router as future_routes
@@ -36,6 +37,9 @@ from app.storage.blobs import get_blob_store
 from app.telemetry.logs import configure_logs
 
 log = structlog.get_logger(__name__)
+
+_SWITCH_INTERVAL_S = 0.0005
+"""The event loop gets the GIL back from a thread that talks to the database after half a millisecond."""
 
 
 def make_services(settings: Settings, database: Database) -> Services:
@@ -76,6 +80,7 @@ def create_app() -> FastAPI:
     """The application, configured from the environment."""
     settings = get_settings()
     configure_logs(settings)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     app = FastAPI(title="Tinworks", version="0.1.0", lifespan=_lifespan, redirect_slashes=False, docs_url="/docs")
     app.state.services = make_services(settings, get_database())
     for router in (fleet_routes, session_routes, run_routes, sampling_routes, future_routes):
@@ -83,6 +88,7 @@ def create_app() -> FastAPI:
     app.add_exception_handler(TinworksError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)
     app.add_exception_handler(HTTPException, _tell_http)
+    app.add_exception_handler(DataError, _tell_unstorable)
     app.add_exception_handler(OperationalError, _tell_outage)
     app.add_exception_handler(Exception, _tell_bug)
     app.add_middleware(BodyLimit, limit=settings.max_request_bytes)
@@ -109,6 +115,11 @@ async def _tell_invalid(request: Request, error: Exception) -> Response:
 async def _tell_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _error(error.status_code, str(error.detail), dict(error.headers or {}))
+
+
+async def _tell_unstorable(request: Request, error: Exception) -> Response:
+    """Values that no schema refuses and Postgres does not take: a NUL in a text, NaN in JSON."""
+    return await _tell(request, InvalidRequest("body: a value cannot be stored, like a NUL character or NaN"))
 
 
 async def _tell_outage(request: Request, error: Exception) -> Response:

@@ -55,7 +55,7 @@ class Settings(BaseSettings):
 
     # -- training
     base_model: str = Field("", description="What a worker serves: `[ALIAS[,ALIAS…]=]NAME_OR_PATH`")
-    torch_threads: int = Field(0, ge=0, description="Threads of torch in a worker; 0: one per physical core, at most 8")
+    torch_threads: int = Field(0, ge=0, description="Cores that a worker computes with; 0: all, at most 8")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Of the base model; auto: bfloat16 on CUDA, float32 on a CPU"
     )

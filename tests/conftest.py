@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import settings as hypothesis_settings
 
 from app.db import Database, get_database
 from app.migrate import upgrade
 from app.settings import get_settings
 from app.storage.blobs import get_blob_store
 from tests.services import PostgresServer, RedisServer, postgres_server, redis_server
+
+hypothesis_settings.register_profile("tinworks", deadline=None)  # a busy machine is no failure
+hypothesis_settings.load_profile("tinworks")
 
 
 @pytest.fixture(scope="session")

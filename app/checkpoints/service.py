@@ -16,7 +16,7 @@ from app.errors import InvalidRequest, NotFound
 from app.runs.models import Run
 
 TRAINING, SAMPLER = "weights", "sampler_weights"
-_PATH = re.compile(r"tinker://(?P<model_id>[^/\s]+)/(?P<kind>weights|sampler_weights)/(?P<name>[A-Za-z0-9._-]+)")
+_PATH = re.compile(r"tinker://(?P<model_id>[^/\s\0]+)/(?P<kind>weights|sampler_weights)/(?P<name>[A-Za-z0-9._-]+)")
 
 
 def tinker_path(model_id: str, kind: str, name: str) -> str:

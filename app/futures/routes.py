@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 from sqlalchemy.exc import SQLAlchemyError
 
 from app import schemas
-from app.deps import OwnerDep, ServicesDep
+from app.deps import ServicesDep, get_owner
 from app.errors import TinworksError
 from app.futures.service import Answer, QueueState
 from app.responses import json_response
@@ -25,7 +25,7 @@ _OUTAGE_HOLD_S = 2.0
 class RetrieveFuture(schemas.Request):
     """`retrieve_future`."""
 
-    request_id: str = Field(min_length=1, max_length=300)
+    request_id: str = Field(max_length=300, pattern=r"^[^\s\x00]+$")
     allow_metadata_only: bool = False
 
 
@@ -41,14 +41,27 @@ def _answer(answer: Answer) -> Response:
     return Response(answer.payload, media_type="application/x-protobuf" if proto else "application/json")
 
 
+async def _poller(request: Request) -> str | None:
+    """The caller's owner; None when the database cannot tell. Raises Unauthorized."""
+    try:
+        return await get_owner(request)
+    except (SQLAlchemyError, OSError) as error:
+        log.warning("poll_outage", error=type(error).__name__)
+        return None
+
+
 @router.post("/retrieve_future")
 async def retrieve_future(
-    body: RetrieveFuture, request: Request, owner_id: OwnerDep, services: ServicesDep
+    body: RetrieveFuture, owner_id: Annotated[str | None, Depends(_poller)], services: ServicesDep
 ) -> Response:
     """The result of a future, or its failure; 408 when it is still pending after `poll_hold_s`."""
+    if owner_id is None:
+        return await _outage(body.request_id)
     try:
         with services.waiters.waiting_for(body.request_id) as done:
-            answer = await services.futures.look_up(owner_id, body.request_id)
+            answer = None
+            if not services.waiters.is_expected(body.request_id, owner_id):
+                answer = await services.futures.look_up(owner_id, body.request_id)
             if answer is None:
                 answer = await _wait(done, owner_id, body.request_id, services)
         if answer is not None:
@@ -57,9 +70,10 @@ async def retrieve_future(
     except TinworksError as error:
         if error.status < 500:
             raise
-        return await _outage(body.request_id, error)
+        log.warning("poll_outage", request_id=body.request_id, error=type(error).__name__)
     except (SQLAlchemyError, OSError) as error:
-        return await _outage(body.request_id, error)
+        log.warning("poll_outage", request_id=body.request_id, error=type(error).__name__)
+    return await _outage(body.request_id)
 
 
 async def _wait(done: asyncio.Event, owner_id: str, request_id: str, services: ServicesDep) -> Answer | None:
@@ -78,8 +92,7 @@ async def _wait(done: asyncio.Event, owner_id: str, request_id: str, services: S
     return None
 
 
-async def _outage(request_id: str, error: Exception) -> Response:
+async def _outage(request_id: str) -> Response:
     """A store is away. The client polls again at once after a 5xx, so hold it for a moment and answer 408."""
-    log.warning("poll_outage", request_id=request_id, error=type(error).__name__)
     await asyncio.sleep(_OUTAGE_HOLD_S)
     return _try_again(request_id, QueueState("active", "the service cannot reach its database for the moment"))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
 
 import structlog
 from redis.asyncio import Redis
@@ -21,6 +23,8 @@ DONE_CHANNEL = "tinworks:done"
 """Redis channel of completion notices: request ids, one per line."""
 
 SWEEP_S = 2.0
+_REMEMBERED = 20_000
+V = TypeVar("V")
 
 FindFinished = Callable[[Sequence[str]], Awaitable[set[str]]]
 
@@ -33,6 +37,8 @@ class Waiters:
         self._find_finished = find_finished
         self._waiting: dict[str, set[asyncio.Event]] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._expected: OrderedDict[str, str] = OrderedDict()
+        self._announced: OrderedDict[str, None] = OrderedDict()
         self.stopping = False
 
     def start(self) -> None:
@@ -46,6 +52,15 @@ class Waiters:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.wake(list(self._waiting))
+
+    def expect(self, request_id: str, owner_id: str) -> None:
+        """This process has just accepted the request: until its notice comes, a poll need not look it up to wait."""
+        if request_id not in self._announced:
+            _remember(self._expected, request_id, owner_id)
+
+    def is_expected(self, request_id: str, owner_id: str) -> bool:
+        """Whether the owner's future was accepted here and no notice of it has come since."""
+        return self._expected.get(request_id) == owner_id
 
     @contextlib.contextmanager
     def waiting_for(self, request_id: str) -> Iterator[asyncio.Event]:
@@ -63,6 +78,8 @@ class Waiters:
     def wake(self, request_ids: Sequence[str]) -> None:
         """Wake the polls of these futures."""
         for request_id in request_ids:
+            self._expected.pop(request_id, None)
+            _remember(self._announced, request_id, None)
             for event in self._waiting.get(request_id, ()):
                 event.set()
 
@@ -71,11 +88,13 @@ class Waiters:
             try:
                 async with self._redis.pubsub() as channel:
                     await channel.subscribe(DONE_CHANNEL)
+                    self._expected.clear()
                     await self._wake_finished()
                     async for message in channel.listen():
                         if message["type"] == "message":
                             self.wake(message["data"].decode().split("\n"))
             except (RedisError, OSError) as error:
+                self._expected.clear()
                 log.warning("subscription_lost", error=type(error).__name__)
                 await asyncio.sleep(0.5)
 
@@ -92,3 +111,9 @@ class Waiters:
             self.wake(list(await self._find_finished(waiting)))
         except Exception as error:  # an outage of a store: the next turn looks again
             log.warning("sweep_failed", error=type(error).__name__)
+
+
+def _remember(known: OrderedDict[str, V], key: str, value: V) -> None:
+    known[key] = value
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)

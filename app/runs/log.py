@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import cast
 
-from sqlalchemy import func, select, update
+from sqlalchemy import Table, bindparam, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from app.db import utc_now
@@ -19,6 +20,9 @@ from app.runs.models import LOG_FORMAT, Operation, Run
 from app.storage.blobs import BlobStore, new_blob_id
 
 ACCEPTED, DONE, FAILED = "accepted", "done", "failed"
+_operations = cast(Table, Operation.__table__)
+MISSING = "missing"
+"""Kind of the failed operation in the place of one that never came. If it comes after all, that is its answer."""
 
 
 def request_id_of(model_id: str, seq_id: int) -> str:
@@ -70,33 +74,35 @@ def append(
 ) -> bool:
     """Add an operation, accepted or, with `failure`, already failed: its place in the sequence is taken either way.
 
-    Returns False if it was there before. Raises ConflictingReplay if that one was another request.
+    Returns False if it was there before, or was given up as missing. Raises ConflictingReplay if another request was.
     """
     known = session.execute(
         select(Operation.kind, Operation.fingerprint).where(Operation.model_id == model_id, Operation.seq_id == seq_id)
     ).one_or_none()
     if known is not None:
-        if known.fingerprint != fingerprint:
+        if known.fingerprint != fingerprint and known.kind != MISSING:
             raise ConflictingReplay(
                 f"seq_id: {seq_id} of {model_id!r} was already used by another {known.kind} request"
             )
         return False
-    row = Operation(
-        model_id=model_id,
-        seq_id=seq_id,
-        request_id=request_id_of(model_id, seq_id),
-        kind=kind,
-        fingerprint=fingerprint,
-        tokens=tokens,
-        body=body.inline,
-        body_blob=body.blob,
-        body_bytes=body.size,
-    )
+    now = utc_now()
+    values: dict[str, object] = {
+        "model_id": model_id,
+        "seq_id": seq_id,
+        "request_id": request_id_of(model_id, seq_id),
+        "kind": kind,
+        "state": ACCEPTED,
+        "format": LOG_FORMAT,
+        "fingerprint": fingerprint,
+        "tokens": tokens,
+        "body": body.inline,
+        "body_blob": body.blob,
+        "body_bytes": body.size,
+        "created_at": now,
+    }
     if failure is not None:
-        row.state, row.error, row.error_category = FAILED, failure.message, failure.category
-        row.finished_at = utc_now()
-    session.add(row)
-    session.flush()
+        values |= {"state": FAILED, "error": failure.message, "error_category": failure.category, "finished_at": now}
+    session.execute(insert(_operations).values(values))
     return True
 
 
@@ -110,6 +116,17 @@ class Ready:
     state: str
     tokens: int
     body_bytes: int
+
+
+_READY = (
+    Operation.model_id,
+    Operation.seq_id,
+    Operation.kind,
+    Operation.state,
+    Operation.tokens,
+    Operation.body_bytes,
+)
+"""The columns of `Ready`, in its order."""
 
 
 def pending_runs(session: Session, pool: str) -> set[str]:
@@ -128,49 +145,46 @@ def ready_operations(session: Session, positions: dict[str, int], *, limit: int 
 
     `positions`: run id → last applied seq. Failed-on-arrival operations are included: they have to be consumed.
     """
-    found: dict[str, list[Ready]] = {}
-    for model_id, applied in positions.items():
-        query = (
-            select(Operation.seq_id, Operation.kind, Operation.state, Operation.tokens, Operation.body_bytes)
-            .where(
-                Operation.model_id == model_id,
-                Operation.seq_id > applied,
-                Operation.seq_id <= applied + limit,
-                Operation.format <= LOG_FORMAT,
-            )
-            .order_by(Operation.seq_id)
+    query = (
+        select(*_READY)
+        .join(Run, Run.id == Operation.model_id)
+        .where(
+            Operation.model_id.in_(list(positions)),
+            Operation.seq_id > Run.applied_seq,
+            Operation.seq_id <= Run.applied_seq + limit,
+            Operation.format <= LOG_FORMAT,
         )
-        prefix: list[Ready] = []
-        for row in session.execute(query):
-            if row.seq_id != applied + 1 + len(prefix):
-                break
-            prefix.append(Ready(model_id, row.seq_id, row.kind, row.state, row.tokens, row.body_bytes))
-        if prefix:
-            found[model_id] = prefix
-    return found
+        .order_by(Operation.model_id, Operation.seq_id)
+    )
+    prefixes: dict[str, list[Ready]] = {model_id: [] for model_id in positions}
+    for row in session.execute(query):
+        prefix = prefixes[row.model_id]
+        if row.seq_id == positions[row.model_id] + 1 + len(prefix):
+            prefix.append(Ready(*row))
+    return {model_id: prefix for model_id, prefix in prefixes.items() if prefix}
 
 
 def applied_operations(session: Session, model_id: str, after: int, upto: int) -> list[Ready]:
     """The operations in (after, upto], to be replayed for their effect on the state."""
     query = (
-        select(Operation.seq_id, Operation.kind, Operation.state, Operation.tokens, Operation.body_bytes)
+        select(*_READY)
         .where(Operation.model_id == model_id, Operation.seq_id > after, Operation.seq_id <= upto)
         .order_by(Operation.seq_id)
     )
-    return [Ready(model_id, *row) for row in session.execute(query)]
+    return [Ready(*row) for row in session.execute(query)]
 
 
 def load_bodies(session: Session, blobs: BlobStore, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], bytes]:
     """Bodies of the operations with these keys."""
-    bodies: dict[tuple[str, int], bytes] = {}
-    for model_id, seq_id in keys:
-        row = session.execute(
-            select(Operation.body, Operation.body_blob).where(
-                Operation.model_id == model_id, Operation.seq_id == seq_id
-            )
-        ).one()
-        bodies[model_id, seq_id] = blobs.get(row.body_blob) if row.body_blob else (row.body or b"")
-    return bodies
+    if not keys:
+        return {}
+    query = select(Operation.model_id, Operation.seq_id, Operation.body, Operation.body_blob).where(
+        Operation.request_id.in_([request_id_of(*key) for key in keys])
+    )
+    return {
+        (row.model_id, row.seq_id): blobs.get(row.body_blob) if row.body_blob else (row.body or b"")
+        for row in session.execute(query)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,27 +201,26 @@ class Finished:
 def finish(session: Session, outcomes: Iterable[Finished]) -> None:
     """Write results and failures; operations that were finished before keep what they had."""
     now = utc_now()
-    for outcome in outcomes:
-        values: dict[str, object] = {"finished_at": now}
-        if outcome.failure is not None:
-            values |= {"state": FAILED, "error": outcome.failure.message, "error_category": outcome.failure.category}
-        else:
-            assert outcome.result is not None
-            values |= {
-                "state": DONE,
-                "result": outcome.result.inline,
-                "result_blob": outcome.result.blob,
-                "result_kind": outcome.result_kind,
-            }
-        session.execute(
-            update(Operation)
-            .where(
-                Operation.model_id == outcome.model_id,
-                Operation.seq_id == outcome.seq_id,
-                Operation.state == ACCEPTED,
-            )
-            .values(values)
-        )
+    rows = [
+        {
+            "its_request_id": request_id_of(outcome.model_id, outcome.seq_id),
+            "finished_at": now,
+            "state": FAILED if outcome.failure else DONE,
+            "error": outcome.failure.message if outcome.failure else None,
+            "error_category": outcome.failure.category if outcome.failure else None,
+            "result": outcome.result.inline if outcome.result else None,
+            "result_blob": outcome.result.blob if outcome.result else None,
+            "result_kind": outcome.result_kind,
+        }
+        for outcome in outcomes
+    ]
+    if not rows:
+        return
+    query = update(_operations).where(
+        _operations.c.request_id == bindparam("its_request_id"), _operations.c.state == ACCEPTED
+    )
+    columns: dict[str, object] = {name: bindparam(name) for name in rows[0] if name != "its_request_id"}
+    session.connection().execute(query.values(columns), rows)
 
 
 def prune_bodies(session: Session, model_id: str, upto: int) -> list[str]:
@@ -257,7 +270,7 @@ def fill_gaps(session: Session, *, older_than: timedelta) -> list[tuple[str, int
                 session,
                 model_id=model_id,
                 seq_id=seq_id,
-                kind="missing",
+                kind=MISSING,
                 fingerprint="",
                 body=Payload(b"", None, 0),
                 failure=Failure(f"seq_id: {seq_id} never arrived, so the operations behind it went on", "user"),

@@ -16,7 +16,9 @@ from app.wire.training import parse_forward_backward
 router = APIRouter(prefix="/api/v1", tags=["training"])
 
 
-def _accept(services: Services, submitted: Submitted) -> Future:
+def _accept(services: Services, owner_id: str, submitted: Submitted) -> Future:
+    if submitted.will_finish:
+        services.waiters.expect(submitted.request_id, owner_id)
     if submitted.pool is not None:
         services.doorbells.ring_train(
             kind=submitted.kind, model_id=submitted.model_id, pool=submitted.pool, worker_id=submitted.worker_id
@@ -28,7 +30,7 @@ async def _submit_json(
     request: Request, owner_id: str, services: Services, submit: Callable[[str, object], Submitted]
 ) -> Future:
     body = await json_body(request)
-    return _accept(services, await in_thread(submit, owner_id, body))
+    return _accept(services, owner_id, await in_thread(submit, owner_id, body))
 
 
 @router.post("/create_model")
@@ -56,7 +58,7 @@ async def forward_backward(request: Request, owner_id: OwnerDep, services: Servi
         body = unpack(raw, encoding, limit=services.settings.max_request_bytes)
         return services.runs.forward_backward(owner_id, parse_forward_backward(body))
 
-    return _accept(services, await in_thread(submit))
+    return _accept(services, owner_id, await in_thread(submit))
 
 
 @router.post("/optim_step")

@@ -19,7 +19,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
 from app.checkpoints import service as checkpoints
-from app.db import Database, utc_now
+from app.db import Database
 from app.errors import InvalidRequest, NotFound
 from app.fleet.service import ServedModel, find_model
 from app.runs import log
@@ -36,7 +36,7 @@ from app.runs.schemas import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from app.sessions.service import require_live
+from app.sessions.service import require_live, require_live_run
 from app.settings import Settings
 from app.storage.blobs import BlobStore
 from app.wire import tinker_pb2 as pb
@@ -48,13 +48,16 @@ _CACHED_RUNS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """An accepted request, and whom to ring for it. `pool` None: nobody, it has failed already."""
+    """An accepted request, and whom to ring for it. `pool` None: nobody. `will_finish`: a worker will announce its end;
+    false for what has failed already, and for a repeat, which may be done.
+    """
 
     request_id: str
     model_id: str
     kind: str
     pool: str | None
     worker_id: str | None
+    will_finish: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +91,12 @@ def validate(schema: type[Schema], data: object) -> Schema:
 
 
 def fingerprint(data: dict[str, Any], *, without: tuple[str, ...] = ()) -> str:
-    """SHA-256 over the decoded fields of a JSON request, whatever their order."""
+    """SHA-256 over the decoded fields of a JSON request, whatever their order. Raises InvalidRequest."""
     kept = {key: value for key, value in data.items() if key not in without and value is not None}
-    return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    try:
+        return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest("body: its values are nested too deeply") from error
 
 
 def _readable(data: object, text: str, number: str, least: int) -> tuple[str, int]:
@@ -178,15 +184,21 @@ class RunService:
         except (InvalidRequest, NotFound) as error:
             failure = Failure(error.detail, error.category)
             run.failed, run.applied_seq, run.pool = True, 0, None
+        try:
+            return self._append_creation(run, kind, mark, body, failure)
+        except IntegrityError:  # the same request came twice at once; the other one is in the log now
+            return self._append_creation(run, kind, mark, body, failure)
+
+    def _append_creation(self, run: Run, kind: str, mark: str, body: bytes, failure: Failure | None) -> Submitted:
         with self._database.write() as session:
-            require_live(session, owner_id, session_id)
-            known = session.get(Run, model_id)
+            require_live(session, run.owner_id, run.session_id)
+            known = session.get(Run, run.id)
             if known is None:
                 session.add(run)
                 session.flush()
-            log.append(
+            added = log.append(
                 session,
-                model_id=model_id,
+                model_id=run.id,
                 seq_id=0,
                 kind=kind,
                 fingerprint=mark,
@@ -194,7 +206,8 @@ class RunService:
                 failure=failure,
             )
             current = known or run
-            return Submitted(log.request_id_of(model_id, 0), model_id, kind, current.pool, current.worker_id)
+            will_finish = added and failure is None
+            return Submitted(log.request_id_of(run.id, 0), run.id, kind, current.pool, current.worker_id, will_finish)
 
     def info(self, owner_id: str, model_id: str) -> Info:
         """`get_info`. Raises NotFound."""
@@ -337,10 +350,8 @@ class RunService:
         failure: Failure | None,
     ) -> Submitted:
         with self._database.write() as session:
-            run = session.get_one(Run, model_id)
-            require_live(session, owner_id, run.session_id)
-            run.last_request_at = utc_now()
-            log.append(
+            run = require_live_run(session, owner_id, model_id)
+            added = log.append(
                 session,
                 model_id=model_id,
                 seq_id=seq_id,
@@ -350,7 +361,10 @@ class RunService:
                 tokens=tokens,
                 failure=failure,
             )
-            return Submitted(log.request_id_of(model_id, seq_id), model_id, kind, run.pool, run.worker_id)
+        if not added and body.blob is not None:  # a repeat; the first one's body is kept
+            self._blobs.delete(body.blob)
+        will_finish = added and failure is None
+        return Submitted(log.request_id_of(model_id, seq_id), model_id, kind, run.pool, run.worker_id, will_finish)
 
     def _run_facts(self, owner_id: str, model_id: str) -> RunFacts:
         facts = self._facts.get(model_id)

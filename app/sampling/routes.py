@@ -31,5 +31,6 @@ async def asample(body: Sample, owner_id: OwnerDep, services: ServicesDep) -> Fu
     """Sample continuations of a prompt; the answer is a future, and an id for each sequence to come."""
     submitted = await services.sampling.submit(owner_id, body)
     if submitted.is_new:
+        services.waiters.expect(submitted.request_id, owner_id)
         services.doorbells.ring_sample(request_id=submitted.request_id, pool=submitted.pool)
     return Future(request_id=submitted.request_id, sample_sequence_ids=submitted.sequence_ids)

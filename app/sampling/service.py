@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,6 +27,8 @@ from app.wire.types import SampleRequest, SamplingParams
 
 SAMPLE_MARK = ":sample:"
 _CACHED_TARGETS = 10_000
+_TRUST_S = 2.0
+"""How long a process believes that a sampling session's client has not finished since it looked."""
 
 
 def sampling_session_id(session_id: str, seq_id: int) -> str:
@@ -60,7 +63,7 @@ class SamplingService:
     def __init__(self, database: Database, inbox: SampleInbox) -> None:
         self._database = database
         self._inbox = inbox
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, tuple[Target, float]] = {}
 
     # -- sampling sessions
 
@@ -165,18 +168,18 @@ class SamplingService:
 
     async def pool_of(self, identity: str) -> str | None:
         """The pool that a sampling session samples from, if it is known here."""
-        target = self._targets.get(identity)
-        return target.model.pool if target else None
+        known = self._targets.get(identity)
+        return known[0].model.pool if known else None
 
     # -- targets
 
     async def _target(self, owner_id: str, identity: str, *, alive: bool = True) -> Target:
-        target = self._targets.get(identity)
-        if target is None:
+        target, trusted_until = self._targets.get(identity, (None, 0.0))
+        if target is None or (alive and trusted_until < time.monotonic()):
             target = await run_in_threadpool(self._load_target, identity, alive)
             if len(self._targets) >= _CACHED_TARGETS:
                 self._targets.clear()
-            self._targets[identity] = target
+            self._targets[identity] = target, time.monotonic() + _TRUST_S if alive else 0.0
         if target.owner_id != owner_id:
             raise NotFound(f"sampling_session_id: there is no sampling session {identity!r}")
         return target

@@ -67,6 +67,11 @@ def claim_key(request_id: str) -> str:
     return f"sample:{request_id}:claim"
 
 
+def claims_key(request_id: str) -> str:
+    """Key that counts the claims on a request that were not given up."""
+    return f"sample:{request_id}:claims"
+
+
 def unfinished_key(pool: str) -> str:
     """Sorted set of the pool's unfinished requests, by the time of their arrival."""
     return f"samples:{pool}"
@@ -163,9 +168,13 @@ class SampleDesk:
         pipeline.execute()
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Give claims up, so that another sampler may take the requests at once."""
-        if request_ids:
-            self._redis.delete(*(claim_key(request_id) for request_id in request_ids))
+        """Give claims up, so that another sampler may take the requests at once; a claim given up does not count."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for request_id in request_ids:
+            pipeline.delete(claim_key(request_id))
+            pipeline.decr(claims_key(request_id))
+            pipeline.expire(claims_key(request_id), REQUEST_TTL_S)
+        pipeline.execute()
 
     def abandoned(self, *, older_than_s: float, limit: int = 1000) -> list[str]:
         """Unfinished requests that arrived a while ago and that nobody claims now."""
@@ -185,6 +194,7 @@ class SampleDesk:
         pipeline = self._redis.pipeline(transaction=False)
         for request_id, answer in answers:
             pipeline.set(result_key(request_id), answer.pack(), ex=self._result_ttl_s)
+            pipeline.expire(request_key(request_id), self._result_ttl_s)  # both gone: lost, not pending
             pipeline.zrem(unfinished_key(self._pool), request_id)
             pipeline.delete(claim_key(request_id))
         pipeline.publish(DONE_CHANNEL, "\n".join(request_id for request_id, _ in answers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from datetime import timedelta
 
 from sqlalchemy import select, update
@@ -11,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from app.db import Database, utc_now
 from app.errors import Gone, NotFound
+from app.runs.models import Run
 from app.sessions.models import ClientSession
 from app.sessions.schemas import CreateSession, FinishSession
 
@@ -65,6 +67,41 @@ def require_live(session: Session, owner_id: str, session_id: str) -> ClientSess
         row.last_seen_at = now
         row.silent_since = None
     return row
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """Where a run's requests go: its pool, and the worker that holds it, if one does."""
+
+    pool: str | None
+    worker_id: str | None
+
+
+def require_live_run(session: Session, owner_id: str, model_id: str) -> LiveRun:
+    """The run, if its session is live; both are marked as seen, at most every few seconds. Raises NotFound or Gone."""
+    row = session.execute(
+        select(
+            Run.pool,
+            Run.worker_id,
+            ClientSession.id,
+            ClientSession.last_seen_at,
+            ClientSession.silent_since,
+            ClientSession.finished_at,
+        )
+        .join(ClientSession, ClientSession.id == Run.session_id)
+        .where(Run.id == model_id, Run.owner_id == owner_id)
+    ).one_or_none()
+    if row is None:
+        raise NotFound(f"model_id: there is no run {model_id!r}")
+    if row.finished_at is not None:
+        raise Gone(f"model_id: the session of {model_id!r} is finished")
+    now = utc_now()
+    if now - row.last_seen_at > _TOUCH_EVERY or row.silent_since is not None:
+        seen = update(ClientSession).where(ClientSession.id == row.id).values(last_seen_at=now, silent_since=None)
+        session.execute(seen.execution_options(synchronize_session=False))
+        asked = update(Run).where(Run.id == model_id).values(last_request_at=now)
+        session.execute(asked.execution_options(synchronize_session=False))
+    return LiveRun(row.pool, row.worker_id)
 
 
 def heartbeat(database: Database, owner_id: str, session_id: str) -> None:

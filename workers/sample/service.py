@@ -23,6 +23,7 @@ from app.wire.sampling import decode_stored, encode_result
 from app.wire.types import SampleResult
 from workers.sample.adapters import AdapterCache
 from workers.sample.engines.base import Engine, Job
+from workers.threads import use_threads
 from workers.train.snapshots import BadSnapshot
 
 logger = structlog.get_logger(__name__)
@@ -35,11 +36,20 @@ class SampleService:
     """The samples of one worker."""
 
     def __init__(
-        self, *, worker_id: str, pool: str, engine: Engine, adapters: AdapterCache, redis: Redis, settings: Settings
+        self,
+        *,
+        worker_id: str,
+        pool: str,
+        engine: Engine,
+        adapters: AdapterCache,
+        redis: Redis,
+        settings: Settings,
+        threads: int = 1,
     ) -> None:
         self._engine = engine
         self._adapters = adapters
         self._settings = settings
+        self._threads = threads
         self._desk = SampleDesk(
             redis, pool=pool, worker_id=worker_id, claim_s=settings.sample_claim_s, result_ttl_s=settings.sample_ttl_s
         )
@@ -75,6 +85,7 @@ class SampleService:
             logger.warning("claims_not_released", error=type(error).__name__)
 
     def _run(self) -> None:
+        use_threads(self._threads)
         while not self._stopping.is_set():
             try:
                 self._receive()

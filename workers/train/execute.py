@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from app.checkpoints import service as checkpoints
 from app.db import Database
 from app.errors import InvalidRequest
-from app.runs.log import FAILED, Failure, Ready
+from app.runs.log import FAILED, MISSING, Failure, Ready
 from app.sampling.models import SamplingSession
 from app.storage.blobs import BlobStore
 from app.wire.training import decode_forward_backward, encode_output, parse_forward_backward
@@ -88,7 +88,7 @@ class Executor:
             operation = effect.operation
             failed = effect.failure is not None or operation.state == FAILED
             state = slots[operation.model_id].state
-            if failed and operation.kind in ("forward_backward", "missing") and state is not None:
+            if failed and operation.kind in ("forward_backward", MISSING) and state is not None:
                 state.counters.failed.append(operation.seq_id)
         return effects
 

@@ -17,6 +17,7 @@ import structlog
 from redis import Redis
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from app.db import Database
 from app.futures.waiters import DONE_CHANNEL
@@ -25,6 +26,7 @@ from app.runs.log import Failure, Finished, Payload, Ready, request_id_of
 from app.settings import Settings
 from app.storage.blobs import BlobStore
 from workers.model.base import BaseModel
+from workers.threads import use_threads
 from workers.train import lease
 from workers.train.execute import Bodies, Effect, Executor
 from workers.train.planner import STEP_KIND, Plan, RunQueue, plan
@@ -59,6 +61,7 @@ class TrainLoop:
         blobs: BlobStore,
         redis: Redis,
         settings: Settings,
+        threads: int = 1,
     ) -> None:
         self._worker_id = worker_id
         self._pool = pool
@@ -67,6 +70,7 @@ class TrainLoop:
         self._blobs = blobs
         self._redis = redis
         self._settings = settings
+        self._threads = threads
         self._executor = Executor(base, database, blobs, micro_batch_tokens=settings.micro_batch_tokens)
         self._writer = SnapshotWriter(database, blobs, base, worker_id=worker_id)
         self._slots: dict[str, Slot] = {}
@@ -95,6 +99,7 @@ class TrainLoop:
         self._writer.stop(timeout_s)
 
     def _run(self) -> None:
+        use_threads(self._threads)
         while not self._stopping.is_set():
             self._bell.wait(self._settings.claim_interval_s)
             self._bell.clear()
@@ -121,41 +126,36 @@ class TrainLoop:
 
     def cycle(self) -> bool:
         """One turn. False if there was nothing to do."""
-        queues = self._claim()
-        if not queues:
-            self.progress.queued_tokens = 0
-            return False
-        self.progress.queued_tokens = sum(o.tokens for queue in queues for o in queue.operations)
-        planned = plan(queues, pass_tokens=self._settings.pass_tokens)
         with self._database.read() as session:
-            bodies = log.load_bodies(session, self._blobs, _keys_with_bodies(planned))
+            pending = log.pending_runs(session, self._pool)
+            absent = pending - self._slots.keys()
+            free = lease.free_runs(session, absent, worker_id=self._worker_id) if absent else set()
+            planned, bodies = self._plan(session, pending)
+        if free:
+            with self._phase("restore"):
+                self._take(free)
+            with self._database.read() as session:
+                planned, bodies = self._plan(session, pending)
+        if not planned.operations:
+            return False
         with self._phase("pass"):
             effects = self._execute(planned, bodies)
         self._commit(effects)
         self._snapshot_where_due(effects)
         return True
 
-    def _claim(self) -> list[RunQueue]:
-        """Take leases while there is room; then what is ready of all resident runs, least recently served first."""
-        with self._database.read() as session:
-            pending = log.pending_runs(session, self._pool)
-            absent = pending - self._slots.keys()
-            free = lease.free_runs(session, absent, worker_id=self._worker_id) if absent else set()
-        if free:
-            with self._phase("restore"):
-                self._take(free)
-        held = {
-            model_id: self._slots[model_id].applied_seq
-            for model_id in sorted(pending & self._slots.keys(), key=lambda m: self._slots[m].last_used)
-        }
-        if not held:
-            return []
-        with self._database.read() as session:
-            ready = log.ready_operations(session, held)
-        return [
-            RunQueue(m, self._slots[m].run.owner_id, operations, self._slots[m].crashes)
-            for m, operations in ready.items()
+    def _plan(self, session: Session, pending: set[str]) -> tuple[Plan, Bodies]:
+        """What to do next of the resident runs, least recently served first, and the bodies that it needs."""
+        waiting = sorted(pending & self._slots.keys(), key=lambda model_id: self._slots[model_id].last_used)
+        positions = {model_id: self._slots[model_id].applied_seq for model_id in waiting}
+        ready = log.ready_operations(session, positions) if positions else {}
+        queues = [
+            RunQueue(model_id, self._slots[model_id].run.owner_id, operations, self._slots[model_id].crashes)
+            for model_id, operations in ready.items()
         ]
+        self.progress.queued_tokens = sum(o.tokens for queue in queues for o in queue.operations)
+        planned = plan(queues, pass_tokens=self._settings.pass_tokens)
+        return planned, log.load_bodies(session, self._blobs, _keys_with_bodies(planned))
 
     def _take(self, free: set[str]) -> None:
         room = self._settings.train_slots - len(self._slots)

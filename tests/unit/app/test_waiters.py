@@ -163,3 +163,44 @@ def test_nothing_is_left_of_polls_that_have_gone(no_sweep: None) -> None:
         assert waiters._waiting == {}
 
     run(test)
+
+
+def test_a_future_is_expected_by_its_owner_until_its_notice_comes(no_sweep: None) -> None:
+    async def test(waiters: Waiters, redis: FakeRedis, store: Store) -> None:
+        await subscribed(redis)
+        waiters.expect("a", "alice")
+        assert waiters.is_expected("a", "alice")
+        assert not waiters.is_expected("a", "bob")
+        with waiters.waiting_for("a") as a:
+            await redis.publish(DONE_CHANNEL, "a")
+            await a.wait()
+        assert not waiters.is_expected("a", "alice")
+
+    run(test)
+
+
+def test_a_notice_that_overtakes_the_answer_of_its_submit_is_not_forgotten(no_sweep: None) -> None:
+    async def test(waiters: Waiters, redis: FakeRedis, store: Store) -> None:
+        await subscribed(redis)
+        with waiters.waiting_for("a") as a:
+            await redis.publish(DONE_CHANNEL, "a")
+            await a.wait()
+        waiters.expect("a", "alice")
+        assert not waiters.is_expected("a", "alice")
+
+    run(test)
+
+
+def test_nothing_is_expected_of_a_new_subscription(no_sweep: None) -> None:
+    async def body() -> None:
+        redis, store = FakeRedis(server=FakeServer()), Store()
+        waiters = Waiters(redis, store.find)
+        waiters.expect("a", "alice")
+        waiters.start()
+        async with asyncio.timeout(10):
+            await subscribed(redis)
+            while waiters.is_expected("a", "alice"):
+                await asyncio.sleep(0)
+        await waiters.stop()
+
+    asyncio.run(body())

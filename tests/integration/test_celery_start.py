@@ -1,0 +1,121 @@
+"""`celery -A workers worker`: what people type, what is refused, and that a janitor needs no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from celery import Celery
+
+from app.db import Database, utc_now
+from app.sessions.models import ClientSession
+from tests.factories import add_owner, add_session
+from tests.services import wait_for
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def environment(redis_url: str, sqlite_url: str, tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "REDIS_URL": redis_url, "DATABASE_URL": sqlite_url, "TINWORKS_DATA_DIR": str(tmp_path)}
+
+
+def worker(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "celery", "-A", "workers", "worker", *arguments]
+
+
+REFUSED = {
+    "no queue": ((), "say what this worker is for: -Q train"),
+    "unknown queue": (("-Q", "nonsense"), "say what this worker is for: -Q train"),
+    "one unknown queue": (("-Q", "janitor,nonsense"), "say what this worker is for: -Q train"),
+    "prefork": (("-Q", "train", "--pool", "prefork"), "run in the threads pool, not in prefork"),
+    "prefork, short": (("-Q", "janitor", "-P", "prefork"), "run in the threads pool, not in prefork"),
+    "prefork, joined": (("-Q", "janitor", "--pool=prefork"), "run in the threads pool, not in prefork"),
+    "no model": (("-Q", "train"), "TINWORKS_BASE_MODEL is not set"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_start_that_cannot_work_is_refused_with_what_to_do(environment: dict[str, str], case: str) -> None:
+    arguments, words = REFUSED[case]
+    environment.pop("TINWORKS_BASE_MODEL", None)
+    done = subprocess.run(
+        worker(*arguments), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@contextmanager
+def janitor(environment: dict[str, str], folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    with (folder / "janitor.log").open("wb") as output:
+        process = subprocess.Popen(
+            worker("-Q", "janitor", "--pool", "solo", *arguments),
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+
+
+@pytest.fixture
+def silent_session(sqlite_url: str) -> Iterator[Callable[[], bool]]:
+    """A session of a client that has fallen silent; returns whether somebody has noticed."""
+    database = Database(sqlite_url)
+    with database.write() as session:
+        row = add_session(session, add_owner(session).id, last_seen_at=utc_now() - timedelta(hours=1))
+
+    def noticed() -> bool:
+        with database.read() as session:
+            return session.get_one(ClientSession, row.id).silent_since is not None
+
+    yield noticed
+    database.dispose()
+
+
+def test_a_janitor_tidies_and_loads_no_torch(
+    environment: dict[str, str], silent_session: Callable[[], bool], redis_url: str, tmp_path: Path
+) -> None:
+    with janitor(environment, tmp_path) as process:
+        Celery(broker=redis_url, set_as_current=False).send_task("tinworks.tidy", queue="janitor")
+        wait_for(silent_session)
+        mapped = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "psycopg" in mapped or "sqlite3" in mapped  # we look at the right process
+        assert "torch" not in mapped
+
+
+@pytest.mark.slow  # its first beat comes after 30 s
+def test_beat_schedules_and_executes_in_one_process(
+    environment: dict[str, str], silent_session: Callable[[], bool], tmp_path: Path
+) -> None:
+    with janitor(environment, tmp_path, "-B"):
+        wait_for(silent_session, timeout_s=60, every_s=0.1)
+    assert not list(ROOT.glob("celerybeat-schedule*"))
+
+
+PROBE = """
+import sys
+import app.main, app.cli, workers.celery, workers.janitor, workers.tasks
+app.main.create_app()
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
+
+
+def test_neither_the_api_nor_the_tasks_import_torch(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

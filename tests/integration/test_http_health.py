@@ -1,0 +1,82 @@
+"""What platforms and people ask a server: does it live, is it ready, what is missing, what does it serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Api, running
+from sqlalchemy import delete, update
+from sqlalchemy.engine import make_url
+
+from app.db import database_clock
+from app.fleet.models import Worker
+from app.fleet.service import WORKER_SILENCE_S
+from tests.factories import add_model, add_worker
+from tests.services import PostgresServer, RedisServer
+
+
+def health(api: Api) -> tuple[int, list[str]]:
+    answer = api.client.get("/api/v1/healthz")
+    return answer.status_code, answer.json().get("missing", [])
+
+
+def test_a_whole_service_is_healthy(each_api: Api) -> None:
+    for path in ("/livez", "/readyz", "/api/v1/healthz"):
+        answer = each_api.client.get(path)
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+def test_a_service_without_workers_says_so(api: Api) -> None:
+    with api.database.write() as session:
+        session.execute(delete(Worker))
+    assert health(api) == (503, ["no worker has registered a model"])
+
+
+def test_a_silent_worker_does_not_count(api: Api) -> None:
+    with api.database.write() as session:
+        session.execute(update(Worker).values(last_seen=database_clock() - WORKER_SILENCE_S - 1))
+    assert health(api) == (503, ["no live sample worker for tiny", "no live train worker for tiny"])
+
+
+def test_a_role_that_no_worker_has_is_named(api: Api) -> None:
+    with api.database.write() as session:
+        add_worker(session, pool="large", roles=["train"])
+    assert health(api) == (503, ["no sample worker for large"])
+
+
+def test_a_broker_that_is_away_is_named_and_the_service_stays_ready(
+    configure: Callable[..., None], sqlite_url: str, own_redis: RedisServer, tmp_path: Path
+) -> None:
+    with running(configure, sqlite_url, own_redis.url, tmp_path) as api:
+        own_redis.stop()
+        assert health(api) == (503, ["the broker does not answer"])
+        assert api.client.get("/readyz").status_code == 200
+
+
+def test_a_database_that_is_away_is_named_and_the_process_lives(
+    configure: Callable[..., None], postgres_url: str, shared_postgres: PostgresServer, redis_url: str, tmp_path: Path
+) -> None:
+    with running(configure, postgres_url, redis_url, tmp_path) as api:
+        shared_postgres.lock(str(make_url(postgres_url).database))
+        assert health(api) == (503, ["the database does not answer"])
+        assert api.client.get("/readyz").status_code == 503
+        assert api.client.get("/livez").status_code == 200
+
+
+def test_models_are_listed_by_each_of_their_names(api: Api) -> None:
+    with api.database.write() as session:
+        add_model(session, pool="large", names=["org/large", "large"])
+    models = api.get("/api/v1/get_server_capabilities").json()["supported_models"]
+    assert [model["model_name"] for model in models] == ["org/large", "large", "tiny"]
+    assert all(model["max_context_length"] > 0 for model in models)
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/api/v1/healthz"])
+def test_health_needs_no_key(api: Api, path: str) -> None:
+    assert api.client.get(path).status_code == 200
+
+
+def test_a_path_with_a_slash_too_many_is_not_redirected(api: Api) -> None:
+    assert api.client.get("/livez/", follow_redirects=False).status_code == 404

@@ -1,0 +1,104 @@
+"""One round of tidying, on both databases: what time has ended goes, everything else stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select, update
+
+from app.checkpoints.models import Checkpoint, Snapshot
+from app.db import Database, database_clock, get_database, utc_now
+from app.fleet.models import Worker
+from app.runs import log
+from app.runs.log import FAILED, Finished, Payload
+from app.runs.models import Operation, Run
+from app.sessions.models import ClientSession
+from app.sessions.service import heartbeat
+from app.storage.blobs import get_blob_store
+from tests.factories import add_checkpoint, add_operation, add_worker, new_run
+from workers.janitor import tidy
+
+
+@pytest.fixture
+def database(configure: Callable[..., None], database_url: str, redis_url: str, tmp_path: Path) -> Database:
+    """The database that this process's settings name."""
+    configure(DATABASE_URL=database_url, REDIS_URL=redis_url, TINWORKS_DATA_DIR=tmp_path)
+    return get_database()
+
+
+@pytest.fixture
+def run(database: Database) -> Run:
+    return new_run(database)
+
+
+def test_expired_checkpoints_go_and_their_snapshots_stay(database: Database, run: Run) -> None:
+    with database.write() as session:
+        add_checkpoint(session, run, "old", expires_at=utc_now() - timedelta(seconds=1))
+        add_checkpoint(session, run, "young", expires_at=utc_now() + timedelta(hours=1))
+        add_checkpoint(session, run, "forever")
+    tidy()
+    with database.read() as session:
+        assert set(session.scalars(select(Checkpoint.name))) == {"young", "forever"}
+        assert len(session.scalars(select(Snapshot.id)).all()) == 3
+
+
+def test_silent_sessions_are_noted_and_a_heartbeat_revives_them(database: Database, run: Run) -> None:
+    def silent() -> bool:
+        with database.read() as session:
+            return session.get_one(ClientSession, run.session_id).silent_since is not None
+
+    tidy()
+    assert not silent()
+    with database.write() as session:
+        session.execute(update(ClientSession).values(last_seen_at=utc_now() - timedelta(minutes=6)))
+    tidy()
+    assert silent()
+    heartbeat(database, run.owner_id, run.session_id)
+    assert not silent()
+
+
+def test_workers_that_died_long_ago_go(database: Database) -> None:
+    with database.write() as session:
+        alive, dead = add_worker(session), add_worker(session)
+        session.execute(update(Worker).where(Worker.id == dead).values(last_seen=database_clock() - 601))
+    tidy()
+    with database.read() as session:
+        assert list(session.scalars(select(Worker.id))) == [alive]
+
+
+def test_gaps_are_filled(database: Database, run: Run) -> None:
+    with database.write() as session:
+        add_operation(session, run.id, 2)
+        session.execute(update(Operation).values(created_at=utc_now() - timedelta(minutes=21)))
+    tidy()
+    with database.read() as session:
+        made = log.find(session, run.id, 1)
+    assert made is not None
+    assert made.state == FAILED
+
+
+def test_old_results_go_with_their_blobs(database: Database, run: Run) -> None:
+    blobs = get_blob_store()
+    for name in ("old", "young"):
+        blobs.put(f"results/{name}", b"result")
+    with database.write() as session:
+        for seq_id, name in enumerate(("old", "young"), 1):
+            add_operation(session, run.id, seq_id)
+            log.finish(session, [Finished(run.id, seq_id, Payload(None, f"results/{name}", 6), "proto")])
+        old = update(Operation).where(Operation.seq_id == 1).values(finished_at=utc_now() - timedelta(hours=25))
+        session.execute(old)
+    tidy()
+    assert blobs.list("results") == ["results/young"]
+
+
+def test_two_rounds_are_as_good_as_one(database: Database, run: Run) -> None:
+    with database.write() as session:
+        add_operation(session, run.id, 2)
+        session.execute(update(Operation).values(created_at=utc_now() - timedelta(minutes=21)))
+    tidy()
+    tidy()
+    with database.read() as session:
+        assert list(session.scalars(select(Operation.seq_id).order_by(Operation.seq_id))) == [1, 2]
