@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import cast
 
-from sqlalchemy import Table, bindparam, func, insert, select, update
+from sqlalchemy import Table, bindparam, func, insert, literal_column, select, update
 from sqlalchemy.orm import Session
 
 from app.db import utc_now
@@ -21,6 +21,8 @@ from app.storage.blobs import BlobStore, new_blob_id
 
 ACCEPTED, DONE, FAILED = "accepted", "done", "failed"
 _operations = cast(Table, Operation.__table__)
+_IS_ACCEPTED = Operation.state == literal_column("'accepted'")
+"""A literal, not a parameter: only then may a database use the partial index."""
 MISSING = "missing"
 """Kind of the failed operation in the place of one that never came. If it comes after all, that is its answer."""
 
@@ -131,13 +133,8 @@ _READY = (
 
 def pending_runs(session: Session, pool: str) -> set[str]:
     """Ids of the pool's runs that have accepted operations."""
-    query = (
-        select(Operation.model_id)
-        .join(Run, Run.id == Operation.model_id)
-        .where(Operation.state == ACCEPTED, Run.pool == pool, Operation.format <= LOG_FORMAT)
-        .distinct()
-    )
-    return set(session.scalars(query))
+    waiting = select(Operation.model_id).where(_IS_ACCEPTED, Operation.format <= LOG_FORMAT)
+    return set(session.scalars(select(Run.id).where(Run.id.in_(waiting), Run.pool == pool)))
 
 
 def ready_operations(session: Session, positions: dict[str, int], *, limit: int = 256) -> dict[str, list[Ready]]:
@@ -256,7 +253,7 @@ def fill_gaps(session: Session, *, older_than: timedelta) -> list[tuple[str, int
     first_waiting = (
         select(Operation.model_id, func.min(Operation.seq_id).label("seq_id"), Run.applied_seq)
         .join(Run, Run.id == Operation.model_id)
-        .where(Operation.state == ACCEPTED, Operation.created_at < utc_now() - older_than)
+        .where(_IS_ACCEPTED, Operation.created_at < utc_now() - older_than)
         .where(Operation.seq_id > Run.applied_seq + 1)
         .group_by(Operation.model_id, Run.applied_seq)
     )

@@ -30,7 +30,7 @@ class Run(Base):
     session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"))
     model_seq_id: Mapped[int] = mapped_column(Integer)
     base_model: Mapped[str] = mapped_column(String(500))
-    pool: Mapped[str | None] = mapped_column(String(120), index=True)
+    pool: Mapped[str | None] = mapped_column(String(120))
     lora_rank: Mapped[int] = mapped_column(Integer)
     lora_alpha: Mapped[float] = mapped_column(Float)
     lora_seed: Mapped[int] = mapped_column(BigInteger)

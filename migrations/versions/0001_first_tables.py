@@ -143,7 +143,6 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_index("ix_runs_owner_created", "runs", ["owner_id", "created_at"], unique=False)
-    op.create_index("ix_runs_pool", "runs", ["pool"], unique=False)
     op.create_index("ix_runs_worker", "runs", ["worker_id"], unique=False)
     op.create_index("ux_runs_session_seq", "runs", ["session_id", "model_seq_id"], unique=True)
 
