@@ -63,6 +63,11 @@ def find(session: Session, model_id: str, seq_id: int) -> Operation | None:
     return session.get(Operation, (model_id, seq_id))
 
 
+_KNOWN = select(_operations.c.kind, _operations.c.fingerprint).where(
+    _operations.c.model_id == bindparam("model_id"), _operations.c.seq_id == bindparam("seq_id")
+)
+
+
 def append(
     session: Session,
     *,
@@ -78,9 +83,8 @@ def append(
 
     Returns False if it was there before, or was given up as missing. Raises ConflictingReplay if another request was.
     """
-    known = session.execute(
-        select(Operation.kind, Operation.fingerprint).where(Operation.model_id == model_id, Operation.seq_id == seq_id)
-    ).one_or_none()
+    connection = session.connection()
+    known = connection.execute(_KNOWN, {"model_id": model_id, "seq_id": seq_id}).one_or_none()
     if known is not None:
         if known.fingerprint != fingerprint and known.kind != MISSING:
             raise ConflictingReplay(
@@ -88,23 +92,24 @@ def append(
             )
         return False
     now = utc_now()
-    values: dict[str, object] = {
+    row = {
         "model_id": model_id,
         "seq_id": seq_id,
         "request_id": request_id_of(model_id, seq_id),
         "kind": kind,
-        "state": ACCEPTED,
+        "state": FAILED if failure else ACCEPTED,
         "format": LOG_FORMAT,
         "fingerprint": fingerprint,
         "tokens": tokens,
         "body": body.inline,
         "body_blob": body.blob,
         "body_bytes": body.size,
+        "error": failure.message if failure else None,
+        "error_category": failure.category if failure else None,
         "created_at": now,
+        "finished_at": now if failure else None,
     }
-    if failure is not None:
-        values |= {"state": FAILED, "error": failure.message, "error_category": failure.category, "finished_at": now}
-    session.execute(insert(_operations).values(values))
+    connection.execute(insert(_operations), row)
     return True
 
 
@@ -131,10 +136,30 @@ _READY = (
 """The columns of `Ready`, in its order."""
 
 
+_PENDING = select(Run.id).where(
+    Run.id.in_(select(Operation.model_id).where(_IS_ACCEPTED, Operation.format <= LOG_FORMAT)),
+    Run.pool == bindparam("pool"),
+)
+_CONTIGUOUS = (
+    select(*_READY)
+    .join(Run, Run.id == Operation.model_id)
+    .where(
+        Operation.model_id.in_(bindparam("model_ids", expanding=True)),
+        Operation.seq_id > Run.applied_seq,
+        Operation.seq_id <= Run.applied_seq + bindparam("limit"),
+        Operation.format <= LOG_FORMAT,
+    )
+    .order_by(Operation.model_id, Operation.seq_id)
+)
+_BODIES = select(Operation.model_id, Operation.seq_id, Operation.body, Operation.body_blob).where(
+    Operation.request_id.in_(bindparam("request_ids", expanding=True))
+)
+# Built once: building a statement costs more than running it, and these run for every operation.
+
+
 def pending_runs(session: Session, pool: str) -> set[str]:
     """Ids of the pool's runs that have accepted operations."""
-    waiting = select(Operation.model_id).where(_IS_ACCEPTED, Operation.format <= LOG_FORMAT)
-    return set(session.scalars(select(Run.id).where(Run.id.in_(waiting), Run.pool == pool)))
+    return set(session.scalars(_PENDING, {"pool": pool}))
 
 
 def ready_operations(session: Session, positions: dict[str, int], *, limit: int = 256) -> dict[str, list[Ready]]:
@@ -142,19 +167,8 @@ def ready_operations(session: Session, positions: dict[str, int], *, limit: int 
 
     `positions`: run id → last applied seq. Failed-on-arrival operations are included: they have to be consumed.
     """
-    query = (
-        select(*_READY)
-        .join(Run, Run.id == Operation.model_id)
-        .where(
-            Operation.model_id.in_(list(positions)),
-            Operation.seq_id > Run.applied_seq,
-            Operation.seq_id <= Run.applied_seq + limit,
-            Operation.format <= LOG_FORMAT,
-        )
-        .order_by(Operation.model_id, Operation.seq_id)
-    )
     prefixes: dict[str, list[Ready]] = {model_id: [] for model_id in positions}
-    for row in session.execute(query):
+    for row in session.execute(_CONTIGUOUS, {"model_ids": list(positions), "limit": limit}):
         prefix = prefixes[row.model_id]
         if row.seq_id == positions[row.model_id] + 1 + len(prefix):
             prefix.append(Ready(*row))
@@ -175,12 +189,9 @@ def load_bodies(session: Session, blobs: BlobStore, keys: Sequence[tuple[str, in
     """Bodies of the operations with these keys."""
     if not keys:
         return {}
-    query = select(Operation.model_id, Operation.seq_id, Operation.body, Operation.body_blob).where(
-        Operation.request_id.in_([request_id_of(*key) for key in keys])
-    )
+    rows = session.execute(_BODIES, {"request_ids": [request_id_of(*key) for key in keys]})
     return {
-        (row.model_id, row.seq_id): blobs.get(row.body_blob) if row.body_blob else (row.body or b"")
-        for row in session.execute(query)
+        (row.model_id, row.seq_id): blobs.get(row.body_blob) if row.body_blob else (row.body or b"") for row in rows
     }
 
 
@@ -193,6 +204,14 @@ class Finished:
     result: Payload | None = None
     result_kind: str | None = None
     failure: Failure | None = None
+
+
+_FINISHED_COLUMNS = ("finished_at", "state", "error", "error_category", "result", "result_blob", "result_kind")
+_FINISH = (
+    update(_operations)
+    .where(_operations.c.request_id == bindparam("its_request_id"), _operations.c.state == ACCEPTED)
+    .values({name: bindparam(name) for name in _FINISHED_COLUMNS})
+)
 
 
 def finish(session: Session, outcomes: Iterable[Finished]) -> None:
@@ -213,16 +232,14 @@ def finish(session: Session, outcomes: Iterable[Finished]) -> None:
     ]
     if not rows:
         return
-    query = update(_operations).where(
-        _operations.c.request_id == bindparam("its_request_id"), _operations.c.state == ACCEPTED
-    )
-    columns: dict[str, object] = {name: bindparam(name) for name in rows[0] if name != "its_request_id"}
-    session.connection().execute(query.values(columns), rows)
+    session.connection().execute(_FINISH, rows)
 
 
-def prune_bodies(session: Session, model_id: str, upto: int) -> list[str]:
-    """Forget the bodies that a durable snapshot covers. Returns the blobs to delete once this is committed."""
-    covered = (Operation.model_id == model_id, Operation.seq_id <= upto)
+def prune_bodies(session: Session, model_id: str, *, after: int, upto: int) -> list[str]:
+    """Forget the bodies in (after, upto], which a durable snapshot covers. Returns the blobs to delete once this is
+    committed.
+    """
+    covered = (Operation.model_id == model_id, Operation.seq_id > after, Operation.seq_id <= upto)
     blobs = list(session.scalars(select(Operation.body_blob).where(*covered, Operation.body_blob.is_not(None))))
     session.execute(update(Operation).where(*covered).values(body=None, body_blob=None))
     return [blob for blob in blobs if blob]

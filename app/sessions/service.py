@@ -6,7 +6,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sqlalchemy import select, update
+from sqlalchemy import bindparam, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -77,20 +77,23 @@ class LiveRun:
     worker_id: str | None
 
 
+_LIVE_RUN = (
+    select(
+        Run.pool,
+        Run.worker_id,
+        ClientSession.id,
+        ClientSession.last_seen_at,
+        ClientSession.silent_since,
+        ClientSession.finished_at,
+    )
+    .join(ClientSession, ClientSession.id == Run.session_id)
+    .where(Run.id == bindparam("model_id"), Run.owner_id == bindparam("owner_id"))
+)
+
+
 def require_live_run(session: Session, owner_id: str, model_id: str) -> LiveRun:
     """The run, if its session is live; both are marked as seen, at most every few seconds. Raises NotFound or Gone."""
-    row = session.execute(
-        select(
-            Run.pool,
-            Run.worker_id,
-            ClientSession.id,
-            ClientSession.last_seen_at,
-            ClientSession.silent_since,
-            ClientSession.finished_at,
-        )
-        .join(ClientSession, ClientSession.id == Run.session_id)
-        .where(Run.id == model_id, Run.owner_id == owner_id)
-    ).one_or_none()
+    row = session.execute(_LIVE_RUN, {"model_id": model_id, "owner_id": owner_id}).one_or_none()
     if row is None:
         raise NotFound(f"model_id: there is no run {model_id!r}")
     if row.finished_at is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import event, text
+from sqlalchemy import event
 
 from app.db import Database
 from app.runs import log
@@ -27,5 +27,6 @@ def test_looking_for_work_never_scans_the_log(sqlite_url: str) -> None:
             raw = session.connection().exec_driver_sql("EXPLAIN QUERY PLAN " + statement, parameters)
             steps = [row[3] for row in raw]
             assert not [s for s in steps if s.startswith("SCAN") and "ix_operations_accepted" not in s], steps
-            assert session.execute(text("SELECT 1")).scalar() == 1
+            if "'accepted'" in statement:
+                assert any("ix_operations_accepted" in step for step in steps), steps
     database.dispose()

@@ -235,8 +235,8 @@ def test_bodies_that_a_snapshot_covers_are_forgotten(database: Database, run: Ru
     append(database, run, 1)
     append(database, run, 2, 3, body_blob="bodies/2")
     with database.write() as session:
-        assert log.prune_bodies(session, run.id, 2) == ["bodies/2"]
-        assert log.prune_bodies(session, run.id, 2) == []
+        assert log.prune_bodies(session, run.id, after=-1, upto=2) == ["bodies/2"]
+        assert log.prune_bodies(session, run.id, after=-1, upto=2) == []
     found = rows(database, run)
     assert [(row.body, row.body_blob) for row in found.values()] == [(None, None), (None, None), (None, "bodies/2")]
     assert found[2].body_bytes == 4
@@ -245,7 +245,7 @@ def test_bodies_that_a_snapshot_covers_are_forgotten(database: Database, run: Ru
 def test_a_repeat_of_a_forgotten_request_is_known(database: Database, run: Run) -> None:
     append(database, run, 1)
     with database.write() as session:
-        log.prune_bodies(session, run.id, 1)
+        log.prune_bodies(session, run.id, after=-1, upto=1)
         assert not add_operation(session, run.id, 1)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
-from sqlalchemy import ColumnElement, case, or_, select, update
+from sqlalchemy import ColumnElement, Table, bindparam, case, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.db import database_clock, utc_now
@@ -69,9 +69,22 @@ def release(session: Session, *, worker_id: str, model_id: str, epoch: int) -> b
     return _changed(session, _fenced(worker_id, model_id, epoch).values(worker_id=None, lease_expires_at=None))
 
 
+_runs = cast(Table, Run.__table__)
+_ADVANCE = (
+    update(_runs)
+    .where(_runs.c.id == bindparam("its_id"), _runs.c.worker_id == bindparam("its_worker"))
+    .where(_runs.c.epoch == bindparam("its_epoch"))
+    .values(applied_seq=bindparam("applied_seq"))
+)
+"""What nearly every commit needs, built once."""
+
+
 def advance(session: Session, *, worker_id: str, model_id: str, epoch: int, applied_seq: int, **values: Any) -> bool:
     """Move a run's position, fenced by the epoch. False if the lease is lost; then nothing of it may be committed."""
-    return _changed(session, _fenced(worker_id, model_id, epoch).values(applied_seq=applied_seq, **values))
+    if values:
+        return _changed(session, _fenced(worker_id, model_id, epoch).values(applied_seq=applied_seq, **values))
+    mine = {"its_id": model_id, "its_worker": worker_id, "its_epoch": epoch, "applied_seq": applied_seq}
+    return session.connection().execute(_ADVANCE, mine).rowcount == 1
 
 
 def set_recovery_snapshot(session: Session, *, worker_id: str, model_id: str, epoch: int, snapshot_id: str) -> bool:

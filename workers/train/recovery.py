@@ -45,6 +45,7 @@ def restore(granted: Lease, executor: Executor, database: Database, blobs: BlobS
         operations = log.applied_operations(session, run.id, after, run.applied_seq)
     for operation in operations:
         _replay(operation, slot, executor, database, blobs)
+    slot.recovery_seq = after
     slot.log_operations = len(operations)
     slot.log_bytes = sum(operation.body_bytes for operation in operations)
     if operations or after >= 0:
@@ -145,10 +146,10 @@ class SnapshotWriter:
                 session.delete(session.get_one(Snapshot, files.id))
                 dead = [snapshot_folder(files.id)]
             else:
-                dead = log.prune_bodies(session, slot.run.id, job.seq_id)
+                dead = log.prune_bodies(session, slot.run.id, after=slot.recovery_seq, upto=job.seq_id)
                 dead += _forget_snapshot(session, previous)
         if kept:
-            slot.recovery_snapshot_id = files.id
+            slot.recovery_snapshot_id, slot.recovery_seq = files.id, job.seq_id
         for key in dead:
             self._blobs.delete(key)
 

@@ -54,6 +54,7 @@ class Slot:
     saved_version: int = -1
     saved_adapter: str | None = None
     recovery_snapshot_id: str | None = None
+    recovery_seq: int = -1
     log_operations: int = 0
     log_bytes: int = 0
     snapshot_pending: bool = False
