@@ -12,7 +12,8 @@ import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from redis.asyncio import Redis
-from sqlalchemy.exc import DataError, OperationalError
+from sqlalchemy.exc import DataError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
 from app.accounts.service import KeyRing
@@ -89,7 +90,8 @@ def create_app() -> FastAPI:
     app.add_exception_handler(RequestValidationError, _tell_invalid)
     app.add_exception_handler(HTTPException, _tell_http)
     app.add_exception_handler(DataError, _tell_unstorable)
-    app.add_exception_handler(OperationalError, _tell_outage)
+    for outage in (OperationalError, InterfaceError, PoolTimeout):
+        app.add_exception_handler(outage, _tell_outage)
     app.add_exception_handler(Exception, _tell_bug)
     app.add_middleware(BodyLimit, limit=settings.max_request_bytes)
     return app

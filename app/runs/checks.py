@@ -16,6 +16,9 @@ from app.errors import InvalidRequest
 from app.runs.loss_specs import LOSS_SPECS, LossSpec
 from app.wire.types import Datum, LossConfig
 
+MAX_TARGETS_PER_TOKEN = 1024
+"""Largest K of [N, K] targets."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -82,6 +85,10 @@ def _check_targets(targets: np.ndarray, field: str, n: int, spec: LossSpec, limi
     if targets.ndim not in dimensions or len(targets) != n or 0 in targets.shape:
         expected = f"[{n}] or [{n}, K]" if spec.two_dimensional else f"[{n}]"
         raise InvalidRequest(f"{field}: has shape {list(targets.shape)}, expected {expected} like the model_input")
+    if targets.ndim == 2 and targets.shape[1] > MAX_TARGETS_PER_TOKEN:
+        raise InvalidRequest(
+            f"{field}: {targets.shape[1]} targets per token exceed the limit of {MAX_TARGETS_PER_TOKEN}"
+        )
     if targets.dtype.kind != "i":
         raise InvalidRequest(f"{field}: must be int64")
     _check_range(targets, field, limits)

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 
 from app.deps import OwnerDep, Services, ServicesDep, in_thread, json_body
 from app.errors import InvalidRequest
+from app.runs.requests import Submitted
 from app.runs.schemas import Future, GetInfo, Info
-from app.runs.service import Submitted
 from app.wire.decompress import unpack
 from app.wire.training import parse_forward_backward
 

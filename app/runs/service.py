@@ -6,16 +6,12 @@ failed operation that takes its place in the sequence, because the client has co
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
-from pydantic import BaseModel, ValidationError
-from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
 from app.checkpoints import service as checkpoints
@@ -24,40 +20,24 @@ from app.errors import InvalidRequest, NotFound
 from app.fleet.service import ServedModel, find_model
 from app.runs import log
 from app.runs.checks import Limits, check_batch
+from app.runs.creation import RunCreation, check_loadable
 from app.runs.log import Failure, Payload
 from app.runs.models import Run
+from app.runs.requests import Submitted, fingerprint, readable, validate
 from app.runs.schemas import (
-    CreateFromWeights,
-    CreateModel,
     Info,
     LoadWeights,
-    ModelData,
     OptimStep,
     SaveWeights,
     SaveWeightsForSampler,
 )
-from app.sessions.service import require_live, require_live_run
+from app.sessions.service import require_live_run
 from app.settings import Settings
 from app.storage.blobs import BlobStore
 from app.wire import tinker_pb2 as pb
 from app.wire.training import decode_forward_backward, fingerprint_forward_backward
 
-Schema = TypeVar("Schema", bound=BaseModel)
 _CACHED_RUNS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    """An accepted request, and whom to ring for it. `pool` None: nobody. `will_finish`: a worker will announce its end;
-    false for what has failed already, and for a repeat, which may be done.
-    """
-
-    request_id: str
-    model_id: str
-    kind: str
-    pool: str | None
-    worker_id: str | None
-    will_finish: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,41 +56,6 @@ class Prepared:
     tokens: int = 0
 
 
-def validate(schema: type[Schema], data: object) -> Schema:
-    """Parse a JSON body. Raises InvalidRequest that names the first wrong field and counts the others."""
-    try:
-        return schema.model_validate(data)
-    except ValidationError as error:
-        errors = error.errors(include_url=False, include_context=False)
-        where = ".".join(str(part) for part in errors[0]["loc"]) or "body"
-        message = errors[0]["msg"].removeprefix("Value error, ")
-        if errors[0]["type"] == "extra_forbidden":
-            message = "unknown field"
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise InvalidRequest(f"{where}: {message}{more}") from error
-
-
-def fingerprint(data: dict[str, Any], *, without: tuple[str, ...] = ()) -> str:
-    """SHA-256 over the decoded fields of a JSON request, whatever their order. Raises InvalidRequest."""
-    kept = {key: value for key, value in data.items() if key not in without and value is not None}
-    try:
-        return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
-    except orjson.JSONEncodeError as error:
-        raise InvalidRequest("body: its values are nested too deeply") from error
-
-
-def _readable(data: object, text: str, number: str, least: int) -> tuple[str, int]:
-    """The two fields that give a request its place in a sequence. Raises InvalidRequest if they cannot be read."""
-    if not isinstance(data, dict):
-        raise InvalidRequest("body: must be a JSON object")
-    owner, seq = data.get(text), data.get(number)
-    if not isinstance(owner, str) or not owner or len(owner) > 200 or "/" in owner:
-        raise InvalidRequest(f"{text}: missing or not an id")
-    if not isinstance(seq, int) or isinstance(seq, bool) or not least <= seq < 2**31:
-        raise InvalidRequest(f"{number}: must be an integer of at least {least}")
-    return owner, seq
-
-
 class RunService:
     """Training requests of one API process."""
 
@@ -120,111 +65,15 @@ class RunService:
         self._settings = settings
         self._facts: dict[str, RunFacts] = {}
         self._lock = threading.Lock()
-
-    # -- runs
+        self._creation = RunCreation(database, settings)
 
     def create(self, owner_id: str, data: object) -> Submitted:
-        """`create_model`: the run's row and operation 0."""
-        return self._create(owner_id, data, "create_model", self._plan_create)
-
-    def _plan_create(self, owner_id: str, data: dict[str, Any], run: Run) -> bytes:
-        request = validate(CreateModel, data)
-        lora = request.lora_config
-        run.base_model = request.base_model
-        run.user_metadata = request.user_metadata
-        if lora is None:
-            raise InvalidRequest("lora_config: missing; full fine-tuning is not supported, only LoRA")
-        if lora.rank > self._settings.max_lora_rank:
-            raise InvalidRequest(f"lora_config.rank: {lora.rank} exceeds the limit of {self._settings.max_lora_rank}")
-        run.optimizer = request.optimizer_config.model_dump()
-        run.lora_rank, run.lora_alpha = lora.rank, self._settings.lora_alpha
-        run.lora_seed = lora.seed if lora.seed is not None else secrets.randbits(62)
-        run.train_attn, run.train_mlp, run.train_unembed = lora.train_attn, lora.train_mlp, lora.train_unembed
-        run.pool = self._model(request.base_model, "base_model").pool
-        return b"{}"
-
-    def _plan_create_from(self, owner_id: str, data: dict[str, Any], run: Run) -> bytes:
-        request = validate(CreateFromWeights, data)
-        run.user_metadata = request.user_metadata
-        with self._database.read() as session:
-            found = checkpoints.resolve(session, owner_id, request.path, field="path")
-        self._check_loadable(found, request.optimizer)
-        source = found.run
-        model = self._model(request.base_model or source.base_model, "base_model")
-        if model.pool != source.pool:
-            raise InvalidRequest(f"base_model: the checkpoint is of {source.base_model!r}, not {request.base_model!r}")
-        optimizer = None if request.optimizer or request.optimizer_config is None else request.optimizer_config
-        run.base_model, run.pool = request.base_model or source.base_model, source.pool
-        run.lora_rank, run.lora_alpha, run.lora_seed = source.lora_rank, source.lora_alpha, source.lora_seed
-        run.train_attn, run.train_mlp, run.train_unembed = source.train_attn, source.train_mlp, source.train_unembed
-        run.optimizer = optimizer.model_dump() if optimizer else source.optimizer
-        return orjson.dumps({"snapshot_id": found.snapshot.id, "optimizer": request.optimizer})
-
-    def _create(
-        self, owner_id: str, data: object, kind: str, plan: Callable[[str, dict[str, Any], Run], bytes]
-    ) -> Submitted:
-        session_id, model_seq_id = _readable(data, "session_id", "model_seq_id", 0)
-        assert isinstance(data, dict)
-        model_id = f"{session_id}:train:{model_seq_id}"
-        mark = fingerprint(data)
-        run = Run(
-            id=model_id,
-            owner_id=owner_id,
-            session_id=session_id,
-            model_seq_id=model_seq_id,
-            base_model="",
-            lora_rank=0,
-            lora_alpha=self._settings.lora_alpha,
-            lora_seed=0,
-            optimizer={},
-        )
-        body, failure = b"", None
-        try:
-            body = plan(owner_id, data, run)
-        except (InvalidRequest, NotFound) as error:
-            failure = Failure(error.detail, error.category)
-            run.failed, run.applied_seq, run.pool = True, 0, None
-        try:
-            return self._append_creation(run, kind, mark, body, failure)
-        except IntegrityError:  # the same request came twice at once; the other one is in the log now
-            return self._append_creation(run, kind, mark, body, failure)
-
-    def _append_creation(self, run: Run, kind: str, mark: str, body: bytes, failure: Failure | None) -> Submitted:
-        with self._database.write() as session:
-            require_live(session, run.owner_id, run.session_id)
-            known = session.get(Run, run.id)
-            if known is None:
-                session.add(run)
-                session.flush()
-            added = log.append(
-                session,
-                model_id=run.id,
-                seq_id=0,
-                kind=kind,
-                fingerprint=mark,
-                body=Payload(body, None, len(body)),
-                failure=failure,
-            )
-            current = known or run
-            will_finish = added and failure is None
-            return Submitted(log.request_id_of(run.id, 0), run.id, kind, current.pool, current.worker_id, will_finish)
+        """`create_model`."""
+        return self._creation.create(owner_id, data)
 
     def info(self, owner_id: str, model_id: str) -> Info:
         """`get_info`. Raises NotFound."""
-        with self._database.read() as session:
-            run = session.scalar(select(Run).where(Run.id == model_id, Run.owner_id == owner_id))
-            model = find_model(session, run.base_model) if run else None
-        if run is None:
-            raise NotFound(f"model_id: there is no run {model_id!r}")
-        name = model.client_name if model else run.base_model
-        data = ModelData(
-            arch=model.architecture if model else "",
-            model_name=name,
-            tokenizer_id=model.tokenizer_id if model else None,
-        )
-        return Info(
-            model_id=model_id, model_data=data, optimizer_config=run.optimizer, lora_rank=run.lora_rank, model_name=name
-        )
+        return self._creation.info(owner_id, model_id)
 
     # -- operations
 
@@ -268,7 +117,7 @@ class RunService:
     def load_weights(self, owner_id: str, data: object) -> Submitted:
         """`load_weights`, in place or as a new run, whichever the fields say."""
         if isinstance(data, dict) and "model_id" not in data:
-            return self._create(owner_id, data, "load_weights", self._plan_create_from)
+            return self._creation.create_from_weights(owner_id, data)
         return self._submit_json(owner_id, data, "load_weights", self._plan_load)
 
     def _plan_load(self, owner_id: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -276,7 +125,7 @@ class RunService:
         with self._database.read() as session:
             found = checkpoints.resolve(session, owner_id, request.path, field="path")
             run = session.get_one(Run, request.model_id)
-        self._check_loadable(found, request.optimizer)
+        check_loadable(found, request.optimizer)
         source = found.run
         if source.pool != run.pool:
             raise InvalidRequest(f"path: the checkpoint is of {source.base_model!r}, the run of {run.base_model!r}")
@@ -286,11 +135,6 @@ class RunService:
                     f"path: the checkpoint has {field} {getattr(source, field)}, the run {getattr(run, field)}"
                 )
         return {"snapshot_id": found.snapshot.id, "optimizer": request.optimizer, "path": request.path}
-
-    @staticmethod
-    def _check_loadable(found: checkpoints.Resolved, optimizer: bool) -> None:
-        if optimizer and found.snapshot.kind != "state":
-            raise InvalidRequest("optimizer: a sampler checkpoint has no optimizer state; load it with optimizer=false")
 
     # -- the common path
 
@@ -303,7 +147,7 @@ class RunService:
         *,
         without: tuple[str, ...] = (),
     ) -> Submitted:
-        model_id, seq_id = _readable(data, "model_id", "seq_id", 1)
+        model_id, seq_id = readable(data, "model_id", "seq_id", 1)
         assert isinstance(data, dict)
         fields = data
 
@@ -382,13 +226,6 @@ class RunService:
         if facts.owner_id != owner_id:
             raise NotFound(f"model_id: there is no run {model_id!r}")
         return facts
-
-    def _model(self, name: str, field: str) -> ServedModel:
-        with self._database.read() as session:
-            model = find_model(session, name)
-        if model is None:
-            raise InvalidRequest(f"{field}: no worker serves {name!r}; `get_server_capabilities` lists what is served")
-        return model
 
 
 def _plan_save(owner_id: str, data: dict[str, Any]) -> dict[str, Any]:

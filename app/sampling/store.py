@@ -51,6 +51,23 @@ end
 return got
 """
 
+_RENEW = """
+for _, key in ipairs(KEYS) do
+  local holder = redis.call('GET', key)
+  if not holder or holder == ARGV[1] then redis.call('SET', key, ARGV[1], 'PX', ARGV[2]) end
+end
+"""
+
+_RELEASE = """
+for i = 1, #KEYS, 2 do
+  if redis.call('GET', KEYS[i]) == ARGV[1] then
+    redis.call('DEL', KEYS[i])
+    redis.call('DECR', KEYS[i + 1])
+    redis.call('EXPIRE', KEYS[i + 1], ARGV[2])
+  end
+end
+"""
+
 
 def request_key(request_id: str) -> str:
     """Key of a stored request."""
@@ -154,6 +171,8 @@ class SampleDesk:
         self._claim_ms = int(claim_s * 1000)
         self._result_ttl_s = result_ttl_s
         self._claim = client.register_script(_CLAIM)
+        self._renew = client.register_script(_RENEW)
+        self._release = client.register_script(_RELEASE)
 
     def claim(self, request_ids: Sequence[str]) -> list[Claimed]:
         """Claim those of the requests that are unfinished and free."""
@@ -161,20 +180,14 @@ class SampleDesk:
         return [Claimed(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
 
     def renew(self, request_ids: Iterable[str]) -> None:
-        """Keep the claims of running requests alive: one round trip."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for request_id in request_ids:
-            pipeline.set(claim_key(request_id), self._worker_id, px=self._claim_ms)
-        pipeline.execute()
+        """Keep the claims of running requests alive: one round trip. One that another sampler holds stays his."""
+        keys = [claim_key(request_id) for request_id in request_ids]
+        self._renew(keys=keys, args=[self._worker_id, self._claim_ms])
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Give claims up, so that another sampler may take the requests at once; a claim given up does not count."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for request_id in request_ids:
-            pipeline.delete(claim_key(request_id))
-            pipeline.decr(claims_key(request_id))
-            pipeline.expire(claims_key(request_id), REQUEST_TTL_S)
-        pipeline.execute()
+        keys = [key for request_id in request_ids for key in (claim_key(request_id), claims_key(request_id))]
+        self._release(keys=keys, args=[self._worker_id, REQUEST_TTL_S])
 
     def abandoned(self, *, older_than_s: float, limit: int = 1000) -> list[str]:
         """Unfinished requests that arrived a while ago and that nobody claims now."""

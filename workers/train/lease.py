@@ -79,6 +79,19 @@ _ADVANCE = (
 """What nearly every commit needs, built once."""
 
 
+def crash(session: Session, *, worker_id: str, model_id: str, epoch: int) -> bool:
+    """Give a run back after its operations brought the cycle down: it counts like the death of a worker."""
+    return _changed(
+        session,
+        _fenced(worker_id, model_id, epoch).values(
+            worker_id=None,
+            lease_expires_at=None,
+            crash_count=case((Run.crash_seq == Run.applied_seq, Run.crash_count + 1), else_=1),
+            crash_seq=Run.applied_seq,
+        ),
+    )
+
+
 def advance(session: Session, *, worker_id: str, model_id: str, epoch: int, applied_seq: int, **values: Any) -> bool:
     """Move a run's position, fenced by the epoch. False if the lease is lost; then nothing of it may be committed."""
     if values:

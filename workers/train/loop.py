@@ -138,8 +138,13 @@ class TrainLoop:
                 planned, bodies = self._plan(session, pending)
         if not planned.operations:
             return False
-        with self._phase("pass"):
-            effects = self._execute(planned, bodies)
+        try:
+            with self._phase("pass"):
+                effects = self._execute(planned, bodies)
+        except Exception as error:
+            logger.error("pass_failed", operations=len(planned.operations), exc_info=error)
+            self._crashed({operation.model_id for operation in planned.operations})
+            return True
         self._commit(effects)
         self._snapshot_where_due(effects)
         return True
@@ -160,7 +165,7 @@ class TrainLoop:
     def _take(self, free: set[str]) -> None:
         room = self._settings.train_slots - len(self._slots)
         if room < len(free):
-            room += self._make_room(len(free) - room, busy=free)
+            room += self._make_room(len(free) - room)
         wanted = sorted(free)[: max(0, room)]
         if not wanted:
             return
@@ -174,7 +179,7 @@ class TrainLoop:
                 self._release(one.run.id, one.epoch)
         self.progress.resident_runs = len(self._slots)
 
-    def _make_room(self, count: int, *, busy: set[str]) -> int:
+    def _make_room(self, count: int) -> int:
         """Evict idle runs, least recently used first; returns how many left."""
         with self._database.read() as session:
             pending = log.pending_runs(session, self._pool)
@@ -302,6 +307,14 @@ class TrainLoop:
         except Exception as error:
             logger.error("evict_failed", model_id=slot.run.id, exc_info=error)
         self._drop(slot.run.id)
+
+    def _crashed(self, model_ids: set[str]) -> None:
+        """Give back the runs whose pass failed as a whole. They come back alone, and are given up at the third time."""
+        for model_id in model_ids:
+            slot = self._slots[model_id]
+            with self._database.write() as session:
+                lease.crash(session, worker_id=self._worker_id, model_id=model_id, epoch=slot.epoch)
+            self._drop(model_id)
 
     def _release(self, model_id: str, epoch: int) -> None:
         with self._database.write() as session:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from app.errors import InvalidRequest
+from app.runs.requests import fingerprint, validate
 from app.runs.schemas import CreateFromWeights, CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler
-from app.runs.service import fingerprint, validate
 
 CREATE = {"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
 STEP = {"model_id": "s:train:0", "seq_id": 1, "adam_params": {"learning_rate": 1e-3}}
