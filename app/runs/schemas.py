@@ -122,6 +122,8 @@ class SaveWeightsForSampler(Request):
             raise ValueError("exactly one of path and sampling_session_seq_id must be given")
         if self.path is not None and self.kind != "snapshot":
             raise ValueError("kind: a named save is always a snapshot")
+        if self.path is None and (self.ttl_seconds is not None or self.user_metadata is not None):
+            raise ValueError("ttl_seconds and user_metadata: an ephemeral save has none, it lives with its session")
         return self
 
 
