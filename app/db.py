@@ -30,6 +30,8 @@ MODEL_MODULES = (
     "app.runs.models",
     "app.checkpoints.models",
     "app.sampling.models",
+    "app.billing.models",
+    "app.audit.models",
 )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import orjson
@@ -11,15 +12,17 @@ from fastapi import Depends, Request
 from redis.asyncio import Redis
 from starlette.concurrency import run_in_threadpool
 
-from app.accounts.service import KeyRing
+from app.accounts.key_ring import KeyRing
 from app.db import Database
 from app.errors import InvalidRequest
 from app.fleet.doorbells import DoorbellPublisher
 from app.futures.service import FutureService
 from app.futures.waiters import Waiters
 from app.runs.service import RunService
+from app.sampling.futures import SampleFutures
 from app.sampling.service import SamplingService
 from app.settings import Settings
+from app.shared_lookups import SharedLookups
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,8 +39,10 @@ class Services:
     doorbells: DoorbellPublisher
     runs: RunService
     sampling: SamplingService
+    samples: SampleFutures
     futures: FutureService
     waiters: Waiters
+    owner_lookups: SharedLookups[str] = field(default_factory=SharedLookups)
 
 
 def get_services(request: Request) -> Services:
@@ -50,9 +55,11 @@ def get_services(request: Request) -> Services:
 async def get_owner(request: Request) -> str:
     """The id of the caller's owner. Raises Unauthorized."""
     secret = request.headers.get("x-api-key")
-    keys = get_services(request).keys
-    owner_id = keys.remembered(secret)
-    return owner_id if owner_id is not None else await run_in_threadpool(keys.look_up, secret)
+    services = get_services(request)
+    owner_id = services.keys.remembered(secret)
+    if owner_id is not None:
+        return owner_id
+    return await services.owner_lookups.get(secret, partial(run_in_threadpool, services.keys.look_up, secret))
 
 
 ServicesDep = Annotated[Services, Depends(get_services)]

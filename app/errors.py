@@ -38,6 +38,12 @@ class Unauthorized(TinworksError):
     headers = {"WWW-Authenticate": "X-API-Key"}
 
 
+class InvalidToken(Unauthorized):
+    """A token that is expired, forged, or whose key was revoked: the client may exchange its key for a new one."""
+
+    headers = {"WWW-Authenticate": 'X-API-Key error="invalid_token"'}
+
+
 class NotFound(TinworksError):
     """No such thing, or it is somebody else's: the two look the same."""
 

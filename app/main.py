@@ -11,27 +11,36 @@ from typing import Any
 import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from sqlalchemy.exc import DataError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
-from app.accounts.service import KeyRing
+from app.accounts.key_ring import KeyRing
+from app.accounts.routes import router as account_routes
+from app.audit.routes import router as audit_routes
+from app.billing.routes import router as billing_routes
 from app.body_limit import BodyLimit
+from app.checkpoints.routes import router as checkpoint_routes
 from app.db import Database, get_database
 from app.deps import Services
 from app.errors import InvalidRequest, TinworksError, Unavailable
 from app.fleet.doorbells import DoorbellPublisher
 from app.fleet.routes import router as fleet_routes
+from app.futures.batch import router as batch_routes
 from app.futures.routes import router as future_routes
 from app.futures.service import FutureService
 from app.futures.waiters import Waiters
 from app.responses import json_response
+from app.runs.catalogue_routes import router as run_catalogue_routes
 from app.runs.routes import router as run_routes
 from app.runs.service import RunService
+from app.sampling.feeds import CompletionFeeds
+from app.sampling.futures import SampleFutures
 from app.sampling.routes import router as sampling_routes
 from app.sampling.service import SamplingService
 from app.sampling.store import SampleInbox
+from app.sessions.catalogue_routes import router as session_catalogue_routes
 from app.sessions.routes import router as session_routes
 from app.settings import Settings, get_settings
 from app.storage.blobs import get_blob_store
@@ -45,13 +54,26 @@ _SWITCH_INTERVAL_S = 0.0005
 
 def make_services(settings: Settings, database: Database) -> Services:
     """Everything that requests need, wired together."""
-    redis = Redis.from_url(
-        settings.redis_url, socket_connect_timeout=1.0, socket_timeout=5.0, health_check_interval=15, max_connections=64
+    redis = Redis.from_pool(
+        BlockingConnectionPool.from_url(
+            settings.redis_url,
+            socket_connect_timeout=1.0,
+            socket_timeout=5.0,
+            health_check_interval=15,
+            max_connections=64,
+            timeout=5,
+        )
     )
     subscription = Redis.from_url(settings.redis_url, socket_connect_timeout=1.0, socket_keepalive=True)
     blobs = get_blob_store()
-    sampling = SamplingService(database, SampleInbox(redis, max_waiting=settings.max_waiting_samples))
-    futures = FutureService(database, blobs, sampling)
+    inbox = SampleInbox(
+        redis,
+        max_waiting=settings.max_waiting_samples,
+        result_ttl_s=settings.sample_ttl_s,
+        keep_feeds=settings.sample_use_retrieve_futures,
+    )
+    samples = SampleFutures(database, inbox, CompletionFeeds(redis))
+    futures = FutureService(database, blobs, samples)
     return Services(
         settings=settings,
         database=database,
@@ -59,9 +81,10 @@ def make_services(settings: Settings, database: Database) -> Services:
         keys=KeyRing(database, settings),
         doorbells=DoorbellPublisher(settings),
         runs=RunService(database, blobs, settings),
-        sampling=sampling,
+        sampling=SamplingService(database, inbox),
+        samples=samples,
         futures=futures,
-        waiters=Waiters(subscription, futures.find_finished),
+        waiters=Waiters(subscription, futures.find_finished, samples.recover),
     )
 
 
@@ -84,7 +107,20 @@ def create_app() -> FastAPI:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     app = FastAPI(title="Tinworks", version="0.1.0", lifespan=_lifespan, redirect_slashes=False, docs_url="/docs")
     app.state.services = make_services(settings, get_database())
-    for router in (fleet_routes, session_routes, run_routes, sampling_routes, future_routes):
+    for router in (
+        fleet_routes,
+        session_routes,
+        run_routes,
+        sampling_routes,
+        future_routes,
+        batch_routes,
+        session_catalogue_routes,
+        run_catalogue_routes,
+        checkpoint_routes,
+        account_routes,
+        audit_routes,
+        billing_routes,
+    ):
         app.include_router(router)
     app.add_exception_handler(TinworksError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)

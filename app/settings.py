@@ -38,6 +38,12 @@ class Settings(BaseSettings):
         "keys",
         description="`keys`: only keys made by `tinworks keys create`; `open`: any `tml-…` key, each its own tenant",
     )
+    secret_key: str = Field(
+        "",
+        repr=False,
+        description="Signs tokens and download links; 32 characters or more; unset: a random one in the database",
+    )
+    token_ttl_s: float = Field(3600.0, gt=0, description="How long a token is valid that a client got for its key")
     key_cache_s: float = Field(2.0, ge=0, le=60, description="How long a process trusts a key that it has looked up")
 
     # -- HTTP
@@ -46,12 +52,24 @@ class Settings(BaseSettings):
     )
     poll_hold_s: float = Field(25.0, gt=0, le=30, description="How long a poll is held before it answers 408")
     inline_bytes: int = Field(64 * 2**10, description="Bodies and results above this size are stored as blobs")
+    metadata_first_bytes: int = Field(
+        2**20, ge=2**10, description="A result above this size is announced first, so that clients make room for it"
+    )
     result_ttl_s: int = Field(24 * 3600, description="How long results are kept after they were made")
 
     # -- what clients are told
-    proto_compress_fwdbwd: bool = Field(False, description="Ask clients to zstd-compress forward_backward bodies")
+    pjwt_auth_enabled: bool = Field(True, description="Let clients exchange their key for short-lived tokens")
+    proto_compress_fwdbwd: bool = Field(True, description="Ask clients to zstd-compress forward_backward bodies")
     parallel_fwdbwd_chunks: bool = Field(True, description="Let clients send the chunks of a large batch in parallel")
     sample_max_concurrent_requests: int = Field(2000, ge=1, description="In-flight samples per sampling client")
+    sample_use_retrieve_futures: bool = Field(
+        False,
+        description="One poll per sampling client, not one per sample; only with a Redis that survives restarts",
+    )
+    sample_join_sampling_session: bool = Field(
+        False, description="Copies of a sampling client ask for their number instead of drawing one"
+    )
+    sample_cancel_enabled: bool = Field(True, description="Let clients cancel samples that nobody waits for any more")
 
     # -- training
     base_model: str = Field("", description="What a worker serves: `[ALIAS[,ALIAS…]=]NAME_OR_PATH`")
@@ -97,6 +115,13 @@ class Settings(BaseSettings):
         if not url.startswith(("sqlite://", "postgresql+psycopg://")):
             raise ValueError("DATABASE_URL must start with sqlite:// or postgresql://")
         return url
+
+    @field_validator("secret_key")
+    @classmethod
+    def _secret(cls, secret: str) -> str:
+        if 0 < len(secret) < 32:
+            raise ValueError("TINWORKS_SECRET_KEY must have at least 32 characters, like `openssl rand -hex 32` prints")
+        return secret
 
     @field_validator("redis_url")
     @classmethod

@@ -124,16 +124,27 @@ def add_operation(
 
 
 def add_checkpoint(
-    session: Session, run: Run, name: str = "first", *, kind: str = "weights", expires_at: datetime | None = None
+    session: Session,
+    run: Run,
+    name: str = "first",
+    *,
+    kind: str = "weights",
+    expires_at: datetime | None = None,
+    size_bytes: int = 1,
+    **columns: object,
 ) -> Checkpoint:
     snapshot = Snapshot(
-        id=uuid.uuid4().hex, owner_id=run.owner_id, model_id=run.id, seq_id=run.applied_seq, kind="state", size_bytes=1
+        id=uuid.uuid4().hex,
+        owner_id=run.owner_id,
+        model_id=run.id,
+        seq_id=run.applied_seq,
+        kind="state",
+        size_bytes=size_bytes,
     )
     session.add(snapshot)
     session.flush()
-    row = Checkpoint(
-        owner_id=run.owner_id, model_id=run.id, kind=kind, name=name, snapshot_id=snapshot.id, expires_at=expires_at
-    )
+    values: dict[str, object] = {"snapshot_id": snapshot.id, "expires_at": expires_at}
+    row = Checkpoint(owner_id=run.owner_id, model_id=run.id, kind=kind, name=name, **(values | columns))
     session.add(row)
     session.flush()
     return row

@@ -28,6 +28,7 @@ from workers.model.base import BaseModel
 from workers.sample.adapters import AdapterCache
 from workers.sample.engines.native import NativeEngine
 from workers.sample.service import SampleService
+from workers.sample.usage import SampleUsage
 from workers.threads import prepare_process, share_cores
 from workers.train import lease
 from workers.train.loop import TrainLoop
@@ -127,6 +128,7 @@ class WorkerProcess:
             pool=self.pool,
             engine=NativeEngine(self._base, decode=self._decode, max_rows=settings.max_running_sequences),
             adapters=AdapterCache(self._base, get_blob_store(), capacity=settings.adapter_cache),
+            usage=SampleUsage(self._database),
             redis=self._redis(),
             settings=settings,
             threads=self._threads["sample"],

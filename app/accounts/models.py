@@ -1,4 +1,4 @@
-"""Owners (tenants) and their API keys."""
+"""Owners (tenants), their API keys, and the secret that tokens are signed with."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ class ApiKey(Base):
     key_hash: Mapped[str] = mapped_column(String(64), unique=True)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)
     revoked_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+
+
+class Secret(Base):
+    """A random secret that a migration made, for an installation that sets no `TINWORKS_SECRET_KEY`."""
+
+    __tablename__ = "secrets"
+
+    name: Mapped[str] = mapped_column(String(32), primary_key=True)
+    value: Mapped[str] = mapped_column(String(128))

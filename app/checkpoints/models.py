@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, String
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, String, false
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db import Base, UtcDateTime, utc_now
@@ -31,13 +31,17 @@ class Snapshot(Base):
 
 
 class Checkpoint(Base):
-    """A name: `tinker://<model_id>/<kind>/<name>`, kind `weights` or `sampler_weights`."""
+    """A name: `tinker://<model_id>/<kind>/<name>`, kind `weights` or `sampler_weights`. Every owner can read a `public`
+    one; only its own can change it."""
 
     __tablename__ = "checkpoints"
-    __table_args__ = (Index("ux_checkpoints_path", "model_id", "kind", "name", unique=True),)
+    __table_args__ = (
+        Index("ux_checkpoints_path", "model_id", "kind", "name", unique=True),
+        Index("ix_checkpoints_owner_created", "owner_id", "created_at"),
+    )
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
-    owner_id: Mapped[str] = mapped_column(ForeignKey("owners.id"), index=True)
+    owner_id: Mapped[str] = mapped_column(ForeignKey("owners.id"))
     model_id: Mapped[str] = mapped_column(ForeignKey("runs.id"))
     kind: Mapped[str] = mapped_column(String(20))
     name: Mapped[str] = mapped_column(String(200))
@@ -45,3 +49,4 @@ class Checkpoint(Base):
     user_metadata: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)
     expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime, index=True)
+    public: Mapped[bool] = mapped_column(default=False, server_default=false())

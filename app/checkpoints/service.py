@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 
 from app.checkpoints.models import Checkpoint, Snapshot
@@ -38,8 +38,19 @@ class Resolved:
     run: Run
 
 
+def is_live() -> ColumnElement[bool]:
+    """Whether a checkpoint has not expired."""
+    return or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > utc_now())
+
+
+def is_readable(owner_id: str) -> ColumnElement[bool]:
+    """Whether an owner can read a checkpoint: it is theirs, or published."""
+    return or_(Checkpoint.owner_id == owner_id, Checkpoint.public)
+
+
 def resolve(session: Session, owner_id: str, path: str, *, field: str) -> Resolved:
-    """The owner's checkpoint at `path`. Raises InvalidRequest for a malformed path, NotFound otherwise."""
+    """The checkpoint at `path`, the owner's or a published one. Raises InvalidRequest for a malformed path, NotFound
+    otherwise."""
     match = _PATH.fullmatch(path)
     if match is None:
         raise InvalidRequest(f"{field}: {path!r} is not of the form tinker://<run>/weights|sampler_weights/<name>")
@@ -48,21 +59,22 @@ def resolve(session: Session, owner_id: str, path: str, *, field: str) -> Resolv
         .join(Snapshot, Snapshot.id == Checkpoint.snapshot_id)
         .join(Run, Run.id == Snapshot.model_id)
         .where(
-            Checkpoint.owner_id == owner_id,
             Checkpoint.model_id == match["model_id"],
             Checkpoint.kind == match["kind"],
             Checkpoint.name == match["name"],
+            is_readable(owner_id),
+            is_live(),
         )
     ).one_or_none()
-    if row is None or (row[0].expires_at is not None and row[0].expires_at <= utc_now()):
+    if row is None:
         raise NotFound(f"{field}: there is no checkpoint {path!r}")
     return Resolved(*row)
 
 
 def exists(session: Session, model_id: str, kind: str, name: str) -> bool:
-    """Whether a run has a checkpoint of that kind and name."""
+    """Whether a run has a checkpoint of that kind and name. One that has expired leaves its name free."""
     query = select(Checkpoint.id).where(
-        Checkpoint.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name
+        Checkpoint.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name, is_live()
     )
     return session.scalar(query) is not None
 
@@ -106,13 +118,14 @@ def name_snapshot(
     ttl_seconds: int | None,
     user_metadata: Mapping[str, str] | None,
 ) -> str:
-    """Point a name at a snapshot (a name that exists is pointed anew) and return its path."""
+    """Point a name at a snapshot and return its path. A name that exists is pointed anew, and is not public then."""
     query = select(Checkpoint).where(Checkpoint.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name)
     row = session.scalar(query) or Checkpoint(owner_id=owner_id, model_id=model_id, kind=kind, name=name)
     now = utc_now()
     row.snapshot_id = snapshot_id
     row.user_metadata = dict(user_metadata) if user_metadata is not None else None
     row.created_at = now
+    row.public = False
     row.expires_at = now + timedelta(seconds=ttl_seconds) if ttl_seconds is not None else None
     session.add(row)
     session.flush()

@@ -1,32 +1,29 @@
-"""`retrieve_future`: a long poll that never answers 5xx (WIRE §3)."""
+"""`retrieve_future`, a long poll that never answers 5xx (WIRE §3), and `cancel_future`."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+import random
+from typing import Any
 
 import structlog
-from fastapi import APIRouter, Depends, Request, Response
-from pydantic import Field
+from fastapi import APIRouter, Response
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import schemas
-from app.deps import ServicesDep, get_owner
-from app.errors import TinworksError
+from app.deps import OwnerDep, Services, ServicesDep
+from app.errors import InvalidRequest, TinworksError
+from app.futures.polls import PollerDep, hold_in_outage
+from app.futures.schemas import CancelFuture, RetrieveFuture
 from app.futures.service import Answer, QueueState
-from app.responses import json_response
+from app.responses import PayloadResponse, json_response
+from app.sampling.futures import SAMPLE_MARK
 
 router = APIRouter(prefix="/api/v1", tags=["futures"])
 log = structlog.get_logger(__name__)
 
-_OUTAGE_HOLD_S = 2.0
-
-
-class RetrieveFuture(schemas.Request):
-    """`retrieve_future`."""
-
-    request_id: str = Field(max_length=300, pattern=r"^[^\s\x00]+$")
-    allow_metadata_only: bool = False
+_SPREAD = 1.15
+"""Polls that came together do not all end, and come again, together."""
+_HOLD_AT_MOST_S = 30.0
 
 
 def _try_again(request_id: str, state: QueueState) -> Response:
@@ -37,33 +34,27 @@ def _try_again(request_id: str, state: QueueState) -> Response:
 
 
 def _answer(answer: Answer) -> Response:
+    if not answer.pieces:
+        return json_response({"status": "complete_metadata", "response_payload_size": answer.size})
     proto = answer.kind == "proto"
-    return Response(answer.payload, media_type="application/x-protobuf" if proto else "application/json")
-
-
-async def _poller(request: Request) -> str | None:
-    """The caller's owner; None when the database cannot tell. Raises Unauthorized."""
-    try:
-        return await get_owner(request)
-    except (SQLAlchemyError, OSError) as error:
-        log.warning("poll_outage", error=type(error).__name__)
-        return None
+    return PayloadResponse(answer.pieces, media_type="application/x-protobuf" if proto else "application/json")
 
 
 @router.post("/retrieve_future")
-async def retrieve_future(
-    body: RetrieveFuture, owner_id: Annotated[str | None, Depends(_poller)], services: ServicesDep
-) -> Response:
-    """The result of a future, or its failure; 408 when it is still pending after `poll_hold_s`."""
+async def retrieve_future(body: RetrieveFuture, owner_id: PollerDep, services: ServicesDep) -> Response:
+    """The result of a future, or its failure; 408 when it is still pending after `poll_hold_s`.
+
+    With `allow_metadata_only`, a result over `metadata_first_bytes` is only announced: the client makes room for it.
+    """
     if owner_id is None:
         return await _outage(body.request_id)
     try:
         with services.waiters.waiting_for(body.request_id) as done:
             answer = None
             if not services.waiters.is_expected(body.request_id, owner_id):
-                answer = await services.futures.look_up(owner_id, body.request_id)
+                answer = await _look_up(owner_id, body, services)
             if answer is None:
-                answer = await _wait(done, owner_id, body.request_id, services)
+                answer = await _wait(done, owner_id, body, services)
         if answer is not None:
             return _answer(answer)
         return _try_again(body.request_id, await services.futures.queue_state(body.request_id))
@@ -76,8 +67,17 @@ async def retrieve_future(
     return await _outage(body.request_id)
 
 
-async def _wait(done: asyncio.Event, owner_id: str, request_id: str, services: ServicesDep) -> Answer | None:
-    deadline = asyncio.get_running_loop().time() + services.settings.poll_hold_s
+async def _look_up(owner_id: str, body: RetrieveFuture, services: Services) -> Answer | None:
+    at_most = services.settings.metadata_first_bytes if body.allow_metadata_only else None
+    answer = await services.futures.look_up(owner_id, body.request_id, at_most=at_most)
+    if answer is None:
+        services.waiters.expect(body.request_id, owner_id)
+    return answer
+
+
+async def _wait(done: asyncio.Event, owner_id: str, body: RetrieveFuture, services: Services) -> Answer | None:
+    hold_s = min(_HOLD_AT_MOST_S, services.settings.poll_hold_s * random.uniform(1.0, _SPREAD))
+    deadline = asyncio.get_running_loop().time() + hold_s
     while (left_s := deadline - asyncio.get_running_loop().time()) > 0:
         try:
             async with asyncio.timeout(left_s):
@@ -85,7 +85,7 @@ async def _wait(done: asyncio.Event, owner_id: str, request_id: str, services: S
         except TimeoutError:
             return None
         done.clear()
-        if (answer := await services.futures.look_up(owner_id, request_id)) is not None:
+        if (answer := await _look_up(owner_id, body, services)) is not None:
             return answer
         if services.waiters.stopping:
             return None
@@ -93,6 +93,14 @@ async def _wait(done: asyncio.Event, owner_id: str, request_id: str, services: S
 
 
 async def _outage(request_id: str) -> Response:
-    """A store is away. The client polls again at once after a 5xx, so hold it for a moment and answer 408."""
-    await asyncio.sleep(_OUTAGE_HOLD_S)
+    """A store is away."""
+    await hold_in_outage()
     return _try_again(request_id, QueueState("active", "the service cannot reach its database for the moment"))
+
+
+@router.post("/cancel_future", status_code=204)
+async def cancel_future(body: CancelFuture, owner_id: OwnerDep, services: ServicesDep) -> None:
+    """Stop working on a sample whose client does not want it any more. One that has ended stays as it is."""
+    if SAMPLE_MARK not in body.request_id:
+        raise InvalidRequest("request_id: only samples can be cancelled")
+    await services.samples.cancel(owner_id, body.request_id)

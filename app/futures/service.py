@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, ParamSpec, TypeVar
 
 import orjson
+from anyio import CapacityLimiter, to_thread
 from sqlalchemy import select
-from starlette.concurrency import run_in_threadpool
+from sqlalchemy.orm import defer
 
 from app.db import Database, database_clock
 from app.errors import Gone, NotFound
@@ -16,16 +18,34 @@ from app.fleet.models import Worker
 from app.fleet.service import WORKER_SILENCE_S
 from app.runs import log
 from app.runs.models import Operation, Run
-from app.sampling.service import SAMPLE_MARK, SamplingService
+from app.sampling.futures import SAMPLE_MARK, SampleFutures
+from app.sampling.keys import FEED_MARK
+from app.shared_lookups import SharedLookups
 from app.storage.blobs import BlobMissing, BlobStore
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_POLL_THREADS = 4
+"""Threads, and so database connections, that polls have at most; heartbeats and submits never wait behind them."""
+_BELIEVED_S = 1.0
+"""How long a process believes what it saw of a pool's workers and of the gaps in a run's log."""
+_EVER = 2**31
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished future: protobuf bytes, JSON bytes, or the JSON of an error."""
+    """A finished future: protobuf bytes, JSON bytes, or the JSON of an error. `size` in bytes; no pieces at all if it
+    was larger than asked for."""
 
     kind: Literal["proto", "json", "error"]
-    payload: bytes
+    size: int
+    pieces: Sequence[bytes]
+
+    @classmethod
+    def of(cls, kind: Literal["proto", "json", "error"], payload: bytes) -> Answer:
+        """All in one piece."""
+        return cls(kind, len(payload), (payload,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +64,31 @@ def error_payload(message: str, category: str) -> bytes:
 class FutureService:
     """Looks futures up, of training (the log) and of sampling (Redis)."""
 
-    def __init__(self, database: Database, blobs: BlobStore, sampling: SamplingService) -> None:
+    def __init__(self, database: Database, blobs: BlobStore, samples: SampleFutures) -> None:
         self._database = database
         self._blobs = blobs
-        self._sampling = sampling
+        self._samples = samples
+        self._limiter = CapacityLimiter(_POLL_THREADS)
+        self._worker_states: SharedLookups[QueueState] = SharedLookups(ttl_s=_BELIEVED_S)
+        self._awaited_seqs: SharedLookups[tuple[int | None, str | None]] = SharedLookups(ttl_s=_BELIEVED_S)
 
-    async def look_up(self, owner_id: str, request_id: str) -> Answer | None:
-        """What the owner's future has become; None while it is pending. Raises NotFound, or Gone for a lost sample."""
+    async def look_up(self, owner_id: str, request_id: str, *, at_most: int | None = None) -> Answer | None:
+        """What the owner's future has become, without its payload if that has more than `at_most` bytes; None while it
+        is pending. Raises NotFound, or Gone for a lost sample."""
         if SAMPLE_MARK in request_id:
-            found = await self._sampling.look_up(owner_id, request_id)
-            return Answer(*found) if found else None
-        return await run_in_threadpool(self._operation, owner_id, request_id)
+            found = await self._samples.look_up(owner_id, request_id, at_most=at_most)
+            return Answer(found.kind, found.size, found.pieces) if found else None
+        return await self._in_thread(self._operation, owner_id, request_id, at_most)
 
-    def _operation(self, owner_id: str, request_id: str) -> Answer | None:
+    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._limiter)
+
+    def _operation(self, owner_id: str, request_id: str, at_most: int | None) -> Answer | None:
         query = (
             select(Operation)
             .join(Run, Run.id == Operation.model_id)
             .where(Operation.request_id == request_id, Run.owner_id == owner_id)
+            .options(defer(Operation.body))
         )
         with self._database.read() as session:
             row = session.scalar(query)
@@ -69,22 +97,31 @@ class FutureService:
         if row.state == log.ACCEPTED:
             return None
         if row.state == log.FAILED:
-            return Answer("error", error_payload(row.error or "failed", row.error_category or "unknown"))
+            return Answer.of("error", error_payload(row.error or "failed", row.error_category or "unknown"))
         if row.result_kind is None:
             raise Gone(f"request_id: the result of {request_id!r} is no longer kept")
+        kind: Literal["proto", "json"] = "proto" if row.result_kind == "proto" else "json"
+        if row.result_blob is None:
+            payload = row.result or b"{}"
+            return Answer(kind, len(payload), () if at_most is not None and len(payload) > at_most else (payload,))
         try:
-            payload = self._blobs.get(row.result_blob) if row.result_blob else row.result
+            if at_most is not None and (size := self._blobs.size(row.result_blob)) > at_most:
+                return Answer(kind, size, ())
+            return Answer.of(kind, self._blobs.get(row.result_blob))
         except BlobMissing as error:
             raise Gone(f"request_id: the result of {request_id!r} is no longer kept") from error
-        return Answer("proto" if row.result_kind == "proto" else "json", payload or b"{}")
 
-    async def find_finished(self, request_ids: Sequence[str]) -> set[str]:
-        """Which of these futures are finished; one query for training, one round trip for samples."""
-        samples = [request_id for request_id in request_ids if SAMPLE_MARK in request_id]
-        operations = [request_id for request_id in request_ids if SAMPLE_MARK not in request_id]
-        finished = await self._sampling.find_finished(samples) if samples else set()
+    async def find_finished(self, names: Sequence[str]) -> set[str]:
+        """Which of these futures are finished; one query for training, one round trip for samples. Whoever waits for a
+        feed looks for himself, so every feed counts."""
+        feeds = {name for name in names if name.startswith(FEED_MARK)}
+        samples = [name for name in names if SAMPLE_MARK in name and name not in feeds]
+        operations = [name for name in names if SAMPLE_MARK not in name and name not in feeds]
+        finished = feeds
+        if samples:
+            finished |= await self._samples.find_finished(samples)
         if operations:
-            finished |= await run_in_threadpool(self._finished_operations, operations)
+            finished |= await self._in_thread(self._finished_operations, operations)
         return finished
 
     def _finished_operations(self, request_ids: Sequence[str]) -> set[str]:
@@ -94,21 +131,25 @@ class FutureService:
     async def queue_state(self, request_id: str) -> QueueState:
         """Why a future has waited so long."""
         if SAMPLE_MARK in request_id:
-            session_id = request_id.rpartition(":")[0]
-            pool = await self._sampling.pool_of(session_id)
-            return await run_in_threadpool(self._worker_state, pool, "sample")
-        return await run_in_threadpool(self._operation_state, request_id)
-
-    def _operation_state(self, request_id: str) -> QueueState:
+            return await self._worker_state(self._samples.pool_of(request_id), "sample")
         model_id, _, seq = request_id.rpartition(":")
-        with self._database.read() as session:
-            awaited = log.awaited_seq(session, model_id, int(seq))
-            pool = session.scalar(select(Run.pool).where(Run.id == model_id))
-        if awaited is not None:
+        look = partial(self._in_thread, self._awaited, model_id)
+        awaited, pool = await self._awaited_seqs.get(model_id, look)
+        if awaited is not None and awaited < int(seq):
             return QueueState("active", f"seq_id {awaited} of {model_id} has not arrived yet")
-        return self._worker_state(pool, "train")
+        return await self._worker_state(pool, "train")
 
-    def _worker_state(self, pool: str | None, role: str) -> QueueState:
+    def _awaited(self, model_id: str) -> tuple[int | None, str | None]:
+        """The first sequence id of a run that has not arrived, and its pool."""
+        with self._database.read() as session:
+            awaited = log.awaited_seq(session, model_id, _EVER)
+            return awaited, session.scalar(select(Run.pool).where(Run.id == model_id))
+
+    async def _worker_state(self, pool: str | None, role: str) -> QueueState:
+        look = partial(self._in_thread, self._look_for_worker, pool, role)
+        return await self._worker_states.get((pool, role), look)
+
+    def _look_for_worker(self, pool: str | None, role: str) -> QueueState:
         query = select(Worker.roles).where(Worker.pool == pool, Worker.last_seen > database_clock() - WORKER_SILENCE_S)
         with self._database.read() as session:
             if any(role in roles for roles in session.scalars(query)):

@@ -17,6 +17,8 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from app.sampling.keys import feed_of
+
 log = structlog.get_logger(__name__)
 
 DONE_CHANNEL = "tinworks:done"
@@ -24,20 +26,27 @@ DONE_CHANNEL = "tinworks:done"
 
 SWEEP_S = 2.0
 _REMEMBERED = 20_000
+_STOP_AGAIN_S = 0.2
 V = TypeVar("V")
 
 FindFinished = Callable[[Sequence[str]], Awaitable[set[str]]]
+Recover = Callable[[Sequence[str]], Awaitable[None]]
 
 
 class Waiters:
-    """The polls that wait in this process, by request id."""
+    """The polls that wait in this process, by request id, or by the feed that tells of many requests.
 
-    def __init__(self, redis: Redis, find_finished: FindFinished) -> None:
+    `recover` is given, after every new subscription, what was accepted here and not announced: Redis may have lost it.
+    """
+
+    def __init__(self, redis: Redis, find_finished: FindFinished, recover: Recover | None = None) -> None:
         self._redis = redis
         self._find_finished = find_finished
+        self._recover = recover
         self._waiting: dict[str, set[asyncio.Event]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._expected: OrderedDict[str, str] = OrderedDict()
+        self._accepted: OrderedDict[str, None] = OrderedDict()
         self._announced: OrderedDict[str, None] = OrderedDict()
         self.stopping = False
 
@@ -48,40 +57,45 @@ class Waiters:
     async def stop(self) -> None:
         """Stop listening and wake everybody, so that polls answer 408 and the process can end."""
         self.stopping = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        running = set(self._tasks)
+        while running:  # a cancellation that meets a connection in the making can be lost
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=_STOP_AGAIN_S)
         self.wake(list(self._waiting))
 
     def expect(self, request_id: str, owner_id: str) -> None:
         """This process has just accepted the request: until its notice comes, a poll need not look it up to wait."""
         if request_id not in self._announced:
             _remember(self._expected, request_id, owner_id)
+            _remember(self._accepted, request_id, None)
 
     def is_expected(self, request_id: str, owner_id: str) -> bool:
         """Whether the owner's future was accepted here and no notice of it has come since."""
         return self._expected.get(request_id) == owner_id
 
     @contextlib.contextmanager
-    def waiting_for(self, request_id: str) -> Iterator[asyncio.Event]:
-        """An event that is set once the future may be done."""
+    def waiting_for(self, name: str) -> Iterator[asyncio.Event]:
+        """An event that is set once the future may be done, or the feed have news."""
         event = asyncio.Event()
-        self._waiting.setdefault(request_id, set()).add(event)
+        self._waiting.setdefault(name, set()).add(event)
         try:
             yield event
         finally:
-            events = self._waiting[request_id]
+            events = self._waiting[name]
             events.discard(event)
             if not events:
-                del self._waiting[request_id]
+                del self._waiting[name]
 
-    def wake(self, request_ids: Sequence[str]) -> None:
-        """Wake the polls of these futures."""
-        for request_id in request_ids:
-            self._expected.pop(request_id, None)
-            _remember(self._announced, request_id, None)
-            for event in self._waiting.get(request_id, ()):
-                event.set()
+    def wake(self, names: Sequence[str]) -> None:
+        """Wake the polls of these futures, of the feeds that they belong to, and of these feeds."""
+        for name in names:
+            self._expected.pop(name, None)
+            self._accepted.pop(name, None)
+            _remember(self._announced, name, None)
+            for waiting in (name, feed_of(name)):
+                for event in self._waiting.get(waiting, ()):
+                    event.set()
 
     async def _listen(self) -> None:
         while True:
@@ -89,6 +103,8 @@ class Waiters:
                 async with self._redis.pubsub() as channel:
                     await channel.subscribe(DONE_CHANNEL)
                     self._expected.clear()
+                    if self._recover is not None and self._accepted:
+                        await self._recover(list(self._accepted))
                     await self._wake_finished()
                     async for message in channel.listen():
                         if message["type"] == "message":

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import cast
 
-from sqlalchemy import Table, bindparam, func, insert, literal_column, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import Table, bindparam, exists, func, insert, literal_column, select, update
+from sqlalchemy.orm import Session, aliased
 
 from app.db import utc_now
 from app.errors import Category, ConflictingReplay
@@ -136,9 +136,11 @@ _READY = (
 """The columns of `Ready`, in its order."""
 
 
+_next = aliased(Operation)
 _PENDING = select(Run.id).where(
     Run.id.in_(select(Operation.model_id).where(_IS_ACCEPTED, Operation.format <= LOG_FORMAT)),
     Run.pool == bindparam("pool"),
+    exists().where(_next.model_id == Run.id, _next.seq_id == Run.applied_seq + 1),
 )
 _CONTIGUOUS = (
     select(*_READY)
@@ -158,7 +160,7 @@ _BODIES = select(Operation.model_id, Operation.seq_id, Operation.body, Operation
 
 
 def pending_runs(session: Session, pool: str) -> set[str]:
-    """Ids of the pool's runs that have accepted operations."""
+    """Ids of the pool's runs that have work: accepted operations, and none missing before them."""
     return set(session.scalars(_PENDING, {"pool": pool}))
 
 

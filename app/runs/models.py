@@ -16,7 +16,8 @@ LOG_FORMAT = 1
 
 class Run(Base):
     """One adapter in training (the SDK's model). Operations up to `applied_seq` have taken effect; operation 0 creates
-    the run, so a fresh one stands at -1. `epoch` fences every commit of the worker that holds the lease."""
+    the run, so a fresh one stands at -1. `epoch` fences every commit of the worker that holds the lease. One that is
+    `copied_from` a checkpoint only holds the copy, and is never trained."""
 
     __tablename__ = "runs"
     __table_args__ = (
@@ -51,6 +52,7 @@ class Run(Base):
     crash_count: Mapped[int] = mapped_column(Integer, default=0)
     recovery_snapshot_id: Mapped[str | None] = mapped_column(String(64))
     sampler_snapshot_id: Mapped[str | None] = mapped_column(String(64))
+    copied_from: Mapped[str | None] = mapped_column(String(500))
 
 
 class Operation(Base):

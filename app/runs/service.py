@@ -170,7 +170,8 @@ class RunService:
         try:
             if facts.model is None:
                 raise InvalidRequest(
-                    f"model_id: {model_id!r} takes no operations: its creation failed, or nobody serves its model"
+                    f"model_id: {model_id!r} takes no operations: its creation failed, it is the copy of a checkpoint, "
+                    "or nobody serves its model"
                 )
             prepared = prepare(facts)
             tokens = prepared.tokens
@@ -217,7 +218,8 @@ class RunService:
                 run = session.get(Run, model_id)
                 if run is None or run.owner_id != owner_id:
                     raise NotFound(f"model_id: there is no run {model_id!r}")
-                facts = RunFacts(run.owner_id, None if run.failed else find_model(session, run.base_model))
+                closed = run.failed or run.copied_from is not None
+                facts = RunFacts(run.owner_id, None if closed else find_model(session, run.base_model))
             if facts.model is not None:
                 with self._lock:
                     if len(self._facts) >= _CACHED_RUNS:

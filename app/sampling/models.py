@@ -27,3 +27,4 @@ class SamplingSession(Base):
     snapshot_id: Mapped[str | None] = mapped_column(String(64), index=True)
     follows_model_id: Mapped[str | None] = mapped_column(String(120))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)
+    clients: Mapped[int] = mapped_column(Integer, default=0, server_default="0")

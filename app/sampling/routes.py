@@ -6,7 +6,14 @@ from fastapi import APIRouter
 
 from app.deps import OwnerDep, ServicesDep, in_thread
 from app.runs.schemas import Future
-from app.sampling.schemas import CreateSamplingSession, Sample, Sampler, SamplingSessionCreated
+from app.sampling.schemas import (
+    CreateSamplingSession,
+    JoinSamplingSession,
+    Sample,
+    Sampler,
+    SamplingSessionCreated,
+    SamplingSessionJoined,
+)
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 
@@ -18,6 +25,15 @@ async def create_sampling_session(
     """Make a target to sample from: a base model, or a checkpoint by its path."""
     identity = await in_thread(services.sampling.create_session, owner_id, body)
     return SamplingSessionCreated(sampling_session_id=identity)
+
+
+@router.post("/join_sampling_session")
+async def join_sampling_session(
+    body: JoinSamplingSession, owner_id: OwnerDep, services: ServicesDep
+) -> SamplingSessionJoined:
+    """A number for one more client of a sampling session, so that their samples' numbers never meet."""
+    counter = await in_thread(services.samples.join, owner_id, body.sampling_session_id)
+    return SamplingSessionJoined(client_counter=counter)
 
 
 @router.get("/samplers/{sampler_id}")

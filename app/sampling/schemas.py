@@ -34,6 +34,20 @@ class Sampler(BaseModel):
     model_path: str | None
 
 
+class JoinSamplingSession(Request):
+    """`join_sampling_session`."""
+
+    sampling_session_id: Identifier
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class SamplingSessionJoined(BaseModel):
+    """Answer of `join_sampling_session`: the number of the new client; the session's first one is 0."""
+
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
+
+
 class TextChunk(Request):
     """Tokens of a prompt."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from redis.exceptions import RedisError
 from sqlalchemy import select
@@ -17,15 +16,15 @@ from app.db import Database
 from app.errors import ConflictingReplay, Gone, InvalidRequest, NotFound, TooBusy, Unavailable
 from app.fleet.service import ServedModel, find_model
 from app.runs.models import Run
+from app.sampling.futures import SAMPLE_MARK
 from app.sampling.models import SamplingSession
 from app.sampling.schemas import CreateSamplingSession, Sample, Sampler
-from app.sampling.store import SampleAnswer, SampleInbox
+from app.sampling.store import SampleInbox
 from app.sessions.models import ClientSession
 from app.sessions.service import require_live
 from app.wire.sampling import StoredSample, decode_stored, encode_stored
 from app.wire.types import SampleRequest, SamplingParams
 
-SAMPLE_MARK = ":sample:"
 _CACHED_TARGETS = 10_000
 _TRUST_S = 2.0
 """How long a process believes that a sampling session's client has not finished since it looked."""
@@ -132,7 +131,7 @@ class SamplingService:
             snapshot_id = await run_in_threadpool(self._newest_snapshot, target.follows_model_id)
         request_id = f"{body.sampling_session_id}:{body.seq_id}"
         request = _checked(body, request_id, target.model)
-        stored = StoredSample(owner_id, target.session_id, target.model.pool, snapshot_id, request)
+        stored = StoredSample(owner_id, target.session_id, target.model.pool, snapshot_id, request, target.model.name)
         try:
             outcome = await self._inbox.submit(request_id, target.model.pool, encode_stored(stored))
         except (RedisError, OSError) as error:
@@ -148,50 +147,27 @@ class SamplingService:
         sequence_ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
         return SubmittedSample(request_id, sequence_ids, target.model.pool, outcome == "new")
 
-    async def look_up(self, owner_id: str, request_id: str) -> tuple[Literal["proto", "error"], bytes] | None:
-        """A finished sample's kind and payload; None while it is pending. Raises NotFound, or Gone when it was lost."""
-        await self._target(owner_id, request_id.rpartition(":")[0], alive=False)
-        try:
-            raw, known = await self._inbox.find(request_id)
-        except (RedisError, OSError) as error:
-            raise Unavailable("the broker cannot be reached; try again") from error
-        if raw is not None:
-            answer = SampleAnswer.unpack(raw)
-            return answer.kind, answer.payload
-        if not known:
-            raise Gone(f"request_id: the sample {request_id!r} is not kept any more; send it again")
-        return None
-
-    async def find_finished(self, request_ids: list[str]) -> set[str]:
-        """Which of these samples are finished or lost."""
-        return await self._inbox.finished(request_ids)
-
-    async def pool_of(self, identity: str) -> str | None:
-        """The pool that a sampling session samples from, if it is known here."""
-        known = self._targets.get(identity)
-        return known[0].model.pool if known else None
-
     # -- targets
 
-    async def _target(self, owner_id: str, identity: str, *, alive: bool = True) -> Target:
+    async def _target(self, owner_id: str, identity: str) -> Target:
         target, trusted_until = self._targets.get(identity, (None, 0.0))
-        if target is None or (alive and trusted_until < time.monotonic()):
-            target = await run_in_threadpool(self._load_target, identity, alive)
+        if target is None or trusted_until < time.monotonic():
+            target = await run_in_threadpool(self._load_target, identity)
             if len(self._targets) >= _CACHED_TARGETS:
                 self._targets.clear()
-            self._targets[identity] = target, time.monotonic() + _TRUST_S if alive else 0.0
+            self._targets[identity] = target, time.monotonic() + _TRUST_S
         if target.owner_id != owner_id:
             raise NotFound(f"sampling_session_id: there is no sampling session {identity!r}")
         return target
 
-    def _load_target(self, identity: str, alive: bool) -> Target:
+    def _load_target(self, identity: str) -> Target:
         with self._database.read() as session:
             row = session.get(SamplingSession, identity)
             if row is None:
                 raise NotFound(f"sampling_session_id: there is no sampling session {identity!r}")
             finished = session.scalar(select(ClientSession.finished_at).where(ClientSession.id == row.session_id))
             model = find_model(session, row.base_model)
-        if alive and finished is not None:
+        if finished is not None:
             raise Gone(f"sampling_session_id: session {row.session_id!r} is finished")
         if model is None:
             raise InvalidRequest(f"base_model: no worker serves {row.base_model!r} any more")

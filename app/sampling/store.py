@@ -16,82 +16,21 @@ import redis
 import redis.asyncio
 
 from app.futures.waiters import DONE_CHANNEL
+from app.sampling import scripts
+from app.sampling.keys import (
+    cancel_channel,
+    claim_key,
+    claims_key,
+    feed_of,
+    request_key,
+    result_key,
+    unfinished_key,
+)
 
 REQUEST_TTL_S = 3600
 MAX_CLAIMS = 3
-
-_SUBMIT = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return redis.call('GET', KEYS[1]) end
-if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[2]) then return 'full' end
-redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[3])
-local now = redis.call('TIME')
-redis.call('ZADD', KEYS[2], now[1] + now[2] / 1000000, ARGV[4])
-return 'new'
-"""
-
-_CLAIM = """
-local got = {}
-for i, id in ipairs(ARGV) do
-  if i > 2 then
-    local unfinished = redis.call('ZSCORE', KEYS[1], id)
-    if unfinished and redis.call('SET', 'sample:' .. id .. ':claim', ARGV[1], 'NX', 'PX', ARGV[2]) then
-      local body = redis.call('GET', 'sample:' .. id .. ':request')
-      if body then
-        redis.call('INCR', 'sample:' .. id .. ':claims')
-        redis.call('EXPIRE', 'sample:' .. id .. ':claims', 3600)
-        got[#got + 1] = id
-        got[#got + 1] = body
-        got[#got + 1] = redis.call('GET', 'sample:' .. id .. ':claims')
-      else
-        redis.call('ZREM', KEYS[1], id)
-      end
-    end
-  end
-end
-return got
-"""
-
-_RENEW = """
-for _, key in ipairs(KEYS) do
-  local holder = redis.call('GET', key)
-  if not holder or holder == ARGV[1] then redis.call('SET', key, ARGV[1], 'PX', ARGV[2]) end
-end
-"""
-
-_RELEASE = """
-for i = 1, #KEYS, 2 do
-  if redis.call('GET', KEYS[i]) == ARGV[1] then
-    redis.call('DEL', KEYS[i])
-    redis.call('DECR', KEYS[i + 1])
-    redis.call('EXPIRE', KEYS[i + 1], ARGV[2])
-  end
-end
-"""
-
-
-def request_key(request_id: str) -> str:
-    """Key of a stored request."""
-    return f"sample:{request_id}:request"
-
-
-def result_key(request_id: str) -> str:
-    """Key of a result."""
-    return f"sample:{request_id}:result"
-
-
-def claim_key(request_id: str) -> str:
-    """Key that a sampler holds while it works on a request."""
-    return f"sample:{request_id}:claim"
-
-
-def claims_key(request_id: str) -> str:
-    """Key that counts the claims on a request that were not given up."""
-    return f"sample:{request_id}:claims"
-
-
-def unfinished_key(pool: str) -> str:
-    """Sorted set of the pool's unfinished requests, by the time of their arrival."""
-    return f"samples:{pool}"
+PIECE_BYTES = 2**20
+"""A larger result is read in pieces of this size, so that none keeps the event loop for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,32 +54,70 @@ class SampleAnswer:
         """A failure, as the client will read it."""
         return cls("error", orjson.dumps({"error": message, "category": category}))
 
+    @property
+    def entry(self) -> str:
+        """What its client's feed says of it: `f` and the payload's size, or `x` for a failure."""
+        return f"f{len(self.payload)}" if self.kind == "proto" else "x"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """A finished sample as it was found: `size` of its payload in bytes, and the payload in pieces, none of them if
+    it was larger than asked for."""
+
+    kind: Literal["proto", "error"]
+    size: int
+    pieces: Sequence[bytes]
+
 
 class SampleInbox:
-    """The API's side."""
+    """The API's side. `keep_feeds`: of every client, not only of those that read theirs."""
 
-    def __init__(self, client: redis.asyncio.Redis, *, max_waiting: int) -> None:
+    def __init__(
+        self, client: redis.asyncio.Redis, *, max_waiting: int, result_ttl_s: int = 900, keep_feeds: bool = False
+    ) -> None:
         self._redis = client
         self._max_waiting = max_waiting
-        self._submit = client.register_script(_SUBMIT)
+        self._result_ttl_s = result_ttl_s
+        self._keep_feeds = int(keep_feeds)
+        self._submit = client.register_script(scripts.SUBMIT)
+        self._cancel = client.register_script(scripts.CANCEL)
+        self._find = client.register_script(scripts.FIND)
 
     async def submit(self, request_id: str, pool: str, body: bytes) -> Literal["new", "full"] | bytes:
         """Store a request; returns the stored one's bytes if its id was used before."""
         answer = await self._submit(
             keys=[request_key(request_id), unfinished_key(pool)],
-            args=[body, self._max_waiting, REQUEST_TTL_S, request_id],
+            args=[body, self._max_waiting, REQUEST_TTL_S, request_id, feed_of(request_id), self._keep_feeds],
         )
         if answer == b"new":
             return "new"
         return "full" if answer == b"full" else bytes(answer)
 
-    async def find(self, request_id: str) -> tuple[bytes | None, bool]:
-        """The packed result, if there is one, and whether the request is known at all."""
-        pipeline = self._redis.pipeline(transaction=False)
-        pipeline.get(result_key(request_id))
-        pipeline.exists(request_key(request_id))
-        result, known = await pipeline.execute()
-        return result, bool(known)
+    async def cancel(self, request_id: str, pool: str, answer: SampleAnswer) -> bool:
+        """Finish a request that is not finished with `answer`, and tell whoever samples it. False: there is none."""
+        channels = DONE_CHANNEL, cancel_channel(pool)
+        told = answer.pack(), feed_of(request_id), answer.entry
+        args = (self._result_ttl_s, *channels, request_id, *told)
+        return bool(await self._cancel(keys=[unfinished_key(pool)], args=args))
+
+    async def find(self, request_id: str, *, at_most: int | None = None) -> tuple[StoredAnswer | None, bool]:
+        """The result, if there is one, and whether the request is known at all. A result of more than `at_most` bytes
+        comes without its payload."""
+        key = result_key(request_id)
+        stored_bytes, first, known = await self._find(keys=[key, request_key(request_id)], args=[PIECE_BYTES])
+        if not stored_bytes:
+            return None, bool(known)
+        kind: Literal["proto", "error"] = "proto" if first[:1] == b"p" else "error"
+        size = stored_bytes - 1
+        if at_most is not None and size > at_most and kind == "proto":
+            return StoredAnswer(kind, size, ()), True
+        pieces = [first[1:]]
+        for start in range(len(first), stored_bytes, PIECE_BYTES):
+            pieces.append(await self._redis.getrange(key, start, start + PIECE_BYTES - 1))
+        if sum(map(len, pieces)) != size:  # it expired meanwhile
+            return None, False
+        return StoredAnswer(kind, size, pieces), True
 
     async def finished(self, request_ids: Sequence[str]) -> set[str]:
         """Which requests have a result, or were lost: both are news for whoever waits."""
@@ -170,19 +147,22 @@ class SampleDesk:
         self._worker_id = worker_id
         self._claim_ms = int(claim_s * 1000)
         self._result_ttl_s = result_ttl_s
-        self._claim = client.register_script(_CLAIM)
-        self._renew = client.register_script(_RENEW)
-        self._release = client.register_script(_RELEASE)
+        self._claim = client.register_script(scripts.CLAIM)
+        self._renew = client.register_script(scripts.RENEW)
+        self._release = client.register_script(scripts.RELEASE)
+        self._finish = client.register_script(scripts.FINISH)
 
     def claim(self, request_ids: Sequence[str]) -> list[Claimed]:
         """Claim those of the requests that are unfinished and free."""
         flat = self._claim(keys=[unfinished_key(self._pool)], args=[self._worker_id, self._claim_ms, *request_ids])
         return [Claimed(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
 
-    def renew(self, request_ids: Iterable[str]) -> None:
-        """Keep the claims of running requests alive: one round trip. One that another sampler holds stays his."""
-        keys = [claim_key(request_id) for request_id in request_ids]
-        self._renew(keys=keys, args=[self._worker_id, self._claim_ms])
+    def renew(self, request_ids: Iterable[str]) -> list[str]:
+        """Keep the claims of running requests alive: one round trip. One that another sampler holds stays his.
+
+        Returns those that need no more work: they were cancelled, or another sampler has finished them.
+        """
+        return [raw.decode() for raw in self._renew(args=[self._worker_id, self._claim_ms, *request_ids])]
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Give claims up, so that another sampler may take the requests at once; a claim given up does not count."""
@@ -201,14 +181,10 @@ class SampleDesk:
         return [request_id for request_id, claim in zip(ids, claims, strict=True) if claim is None]
 
     def finish(self, answers: Sequence[tuple[str, SampleAnswer]]) -> None:
-        """Store results, end claims and tell the waiting polls: one round trip."""
+        """Store results, end claims and tell the waiting polls: one round trip. A result that is there stays."""
         if not answers:
             return
-        pipeline = self._redis.pipeline(transaction=False)
+        args: list[str | bytes | int] = [self._result_ttl_s, DONE_CHANNEL]
         for request_id, answer in answers:
-            pipeline.set(result_key(request_id), answer.pack(), ex=self._result_ttl_s)
-            pipeline.expire(request_key(request_id), self._result_ttl_s)  # both gone: lost, not pending
-            pipeline.zrem(unfinished_key(self._pool), request_id)
-            pipeline.delete(claim_key(request_id))
-        pipeline.publish(DONE_CHANNEL, "\n".join(request_id for request_id, _ in answers))
-        pipeline.execute()
+            args += [request_id, answer.pack(), feed_of(request_id), answer.entry]
+        self._finish(keys=[unfinished_key(self._pool)], args=args)

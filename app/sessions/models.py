@@ -15,10 +15,13 @@ class ClientSession(Base):
     """A session, kept alive by heartbeats. `finish_reason` is set once, by the first `finish`."""
 
     __tablename__ = "sessions"
-    __table_args__ = (Index("ux_sessions_idempotency", "owner_id", "idempotency_key", unique=True),)
+    __table_args__ = (
+        Index("ux_sessions_idempotency", "owner_id", "idempotency_key", unique=True),
+        Index("ix_sessions_owner_created", "owner_id", "created_at"),
+    )
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    owner_id: Mapped[str] = mapped_column(ForeignKey("owners.id"), index=True)
+    owner_id: Mapped[str] = mapped_column(ForeignKey("owners.id"))
     idempotency_key: Mapped[str | None] = mapped_column(String(200))
     sdk_version: Mapped[str] = mapped_column(String(64), default="")
     project_id: Mapped[str | None] = mapped_column(String(200))

@@ -29,16 +29,19 @@ async def client_config(body: ClientVersion, owner_id: OwnerDep, services: Servi
     """What this server wants of its clients; the first request of every one."""
     settings = services.settings
     return ClientConfig(
+        pjwt_auth_enabled=settings.pjwt_auth_enabled,
         parallel_fwdbwd_chunks=settings.parallel_fwdbwd_chunks,
         proto_compress_fwdbwd=settings.proto_compress_fwdbwd,
         sample_max_concurrent_requests=settings.sample_max_concurrent_requests,
+        sample_use_retrieve_futures=settings.sample_use_retrieve_futures,
+        sample_join_sampling_session=settings.sample_join_sampling_session,
     )
 
 
 @router.post("/client/dynamic_config")
-async def client_dynamic_config(body: ClientVersion, owner_id: OwnerDep) -> DynamicConfig:
+async def client_dynamic_config(body: ClientVersion, owner_id: OwnerDep, services: ServicesDep) -> DynamicConfig:
     """What clients ask for again while they run."""
-    return DynamicConfig()
+    return DynamicConfig(sample_cancel_enabled=services.settings.sample_cancel_enabled)
 
 
 @router.post("/create_session")

@@ -65,17 +65,19 @@ class FinishSession(Request):
 class ClientConfig(BaseModel):
     """What the server wants of its clients (WIRE §2.1)."""
 
-    pjwt_auth_enabled: bool = False
+    pjwt_auth_enabled: bool
     parallel_fwdbwd_chunks: bool
     proto_compress_fwdbwd: bool
     sample_max_concurrent_requests: int
+    sample_use_retrieve_futures: bool
+    sample_join_sampling_session: bool
 
 
 class DynamicConfig(BaseModel):
     """What clients ask for again while they run."""
 
     refresh_interval_sec: int = 300
-    sample_cancel_enabled: bool = False
+    sample_cancel_enabled: bool
     sample_cancel_max_batch_size: int = 64
 
 

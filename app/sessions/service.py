@@ -81,6 +81,7 @@ _LIVE_RUN = (
     select(
         Run.pool,
         Run.worker_id,
+        Run.last_request_at,
         ClientSession.id,
         ClientSession.last_seen_at,
         ClientSession.silent_since,
@@ -102,6 +103,7 @@ def require_live_run(session: Session, owner_id: str, model_id: str) -> LiveRun:
     if now - row.last_seen_at > _TOUCH_EVERY or row.silent_since is not None:
         seen = update(ClientSession).where(ClientSession.id == row.id).values(last_seen_at=now, silent_since=None)
         session.execute(seen.execution_options(synchronize_session=False))
+    if now - row.last_request_at > _TOUCH_EVERY:
         asked = update(Run).where(Run.id == model_id).values(last_request_at=now)
         session.execute(asked.execution_options(synchronize_session=False))
     return LiveRun(row.pool, row.worker_id)

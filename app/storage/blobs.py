@@ -32,6 +32,9 @@ class BlobStore(Protocol):
     def get(self, key: str) -> bytes:
         """The bytes of a blob. Raises BlobMissing."""
 
+    def size(self, key: str) -> int:
+        """How many bytes a blob has. Raises BlobMissing."""
+
     def list(self, prefix: str) -> list[str]:
         """Keys below the folder `prefix`, sorted."""
 
@@ -60,6 +63,12 @@ class LocalBlobStore:
     def get(self, key: str) -> bytes:
         try:
             return self._path(key).read_bytes()
+        except FileNotFoundError as error:
+            raise BlobMissing(key) from error
+
+    def size(self, key: str) -> int:
+        try:
+            return self._path(key).stat().st_size
         except FileNotFoundError as error:
             raise BlobMissing(key) from error
 

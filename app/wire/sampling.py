@@ -17,13 +17,15 @@ SAMPLE_FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class StoredSample:
-    """A sample request as it waits in Redis. `snapshot_id` None means the base model."""
+    """A sample request as it waits in Redis. `snapshot_id` None means the base model; `base_model` is what the client
+    calls it, for its bill."""
 
     owner_id: str
     session_id: str
     pool: str
     snapshot_id: str | None
     request: SampleRequest
+    base_model: str = ""
 
 
 def encode_stored(sample: StoredSample) -> bytes:

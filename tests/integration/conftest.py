@@ -40,6 +40,17 @@ class Api:
     def get(self, path: str, *, who: str = "alice") -> httpx.Response:
         return self.client.get(path, headers={"x-api-key": self.keys[who]})
 
+    def send(self, method: str, path: str, body: object = None, *, who: str = "alice") -> httpx.Response:
+        """A request of any method, with a JSON body or none."""
+        return self.client.request(method, f"/api/v1/{path}", json=body, headers={"x-api-key": self.keys[who]})
+
+    def seen(self, path: str, *, who: str = "alice") -> dict[str, Any]:
+        """The JSON answer of a GET that must succeed."""
+        answer = self.send("GET", path, who=who)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
     def post(self, path: str, body: object = None, *, who: str = "alice", **headers: str) -> httpx.Response:
         """POST a body: bytes as they are, anything else as JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()

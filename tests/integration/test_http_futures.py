@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 import redis
-from conftest import PROTOBUF, Api, running
 from sqlalchemy import delete, update
 from sqlalchemy.engine import make_url
 
 from app.fleet.models import Worker
-from app.futures import routes
+from app.futures import polls
 from app.futures.waiters import DONE_CHANNEL
 from app.runs.log import Failure
 from app.runs.models import Operation
+from app.sampling.store import SampleAnswer, SampleDesk
+from tests.factories import POOL
+from tests.integration.conftest import PROTOBUF, Api, running
 from tests.services import PostgresServer, wait_for
 
 Batch = Callable[..., bytes]
@@ -154,7 +157,7 @@ def outage(
     tmp_path: Path,
 ) -> Iterator[tuple[Api, Callable[[], None], Callable[[], None]]]:
     """A service on Postgres, what begins an outage of the database, and what ends it."""
-    monkeypatch.setattr(routes, "_OUTAGE_HOLD_S", 0.05)
+    monkeypatch.setattr(polls, "OUTAGE_HOLD_S", 0.05)
     name = make_url(postgres_url).database
     assert name is not None
     with running(configure, postgres_url, redis_url, tmp_path) as service:
@@ -191,7 +194,7 @@ def test_a_submit_in_an_outage_is_told_to_come_again_and_consumes_nothing(outage
 def test_a_poll_while_redis_is_away_is_no_5xx(
     configure: Callable[..., None], monkeypatch: pytest.MonkeyPatch, sqlite_url: str, own_redis: object, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(routes, "_OUTAGE_HOLD_S", 0.05)
+    monkeypatch.setattr(polls, "OUTAGE_HOLD_S", 0.05)
     with running(configure, sqlite_url, own_redis.url, tmp_path) as api:  # type: ignore[attr-defined]
         session_id = api.session()
         sampling = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
@@ -203,3 +206,107 @@ def test_a_poll_while_redis_is_away_is_no_5xx(
         assert api.poll(request_id).status_code == 408
         assert api.poll(f"{model_id}:0").status_code == 200
         assert api.post("asample", body | {"seq_id": 1}).status_code == 503
+
+
+# -- large results
+
+
+@pytest.fixture
+def modest(configure: Callable[..., None], sqlite_url: str, redis_url: str, tmp_path: Path) -> Iterator[Api]:
+    """A service for which 2 KiB are much."""
+    with running(configure, sqlite_url, redis_url, tmp_path, metadata_first_bytes=2048) as service:
+        yield service
+
+
+def first_poll(api: Api, request_id: str, **fields: object) -> httpx.Response:
+    """A poll as the SDK begins with."""
+    return api.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True} | fields)
+
+
+def finished(api: Api, batch: Batch, where: str, payload: bytes, data_dir: Path) -> str:
+    """A future whose result is stored in its row, in a blob, or in Redis."""
+    if where == "redis":
+        body = {"session_id": api.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampler = api.ok("create_sampling_session", body)["sampling_session_id"]
+        body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
+        request_id = str(api.ok("asample", body)["request_id"])
+        with redis.Redis.from_url(api.client.app.state.services.settings.redis_url) as client:  # type: ignore[attr-defined]
+            desk = SampleDesk(client, pool=POOL, worker_id="w", claim_s=60, result_ttl_s=900)
+            desk.finish([(request_id, SampleAnswer("proto", payload))])
+        return request_id
+    model_id = submitted(api, batch, 1)
+    api.finish(model_id, 1, kind="proto", result=payload)
+    if where == "blob":
+        (data_dir / "blobs" / "results").mkdir(parents=True)
+        (data_dir / "blobs" / "results" / "r1").write_bytes(payload)
+        values = {"result": None, "result_blob": "results/r1"}
+        with api.database.write() as session:
+            session.execute(update(Operation).where(Operation.seq_id == 1).values(**values))
+    return f"{model_id}:1"
+
+
+@pytest.mark.parametrize("where", ["row", "blob", "redis"])
+def test_a_large_result_is_announced_before_it_is_sent(modest: Api, batch: Batch, where: str, tmp_path: Path) -> None:
+    request_id = finished(modest, batch, where, b"x" * 2049, tmp_path)
+    announced = {"status": "complete_metadata", "response_payload_size": 2049}
+    assert [first_poll(modest, request_id).json() for _ in range(2)] == [announced] * 2
+    assert modest.poll(request_id).content == b"x" * 2049
+
+
+@pytest.mark.parametrize("where", ["row", "blob", "redis"])
+def test_a_result_that_is_not_large_comes_at_once(modest: Api, batch: Batch, where: str, tmp_path: Path) -> None:
+    request_id = finished(modest, batch, where, b"x" * 2048, tmp_path)
+    assert first_poll(modest, request_id).content == b"x" * 2048
+
+
+def test_a_failure_is_told_at_once_however_long_it_is(modest: Api, batch: Batch) -> None:
+    model_id = submitted(modest, batch, 1)
+    modest.finish(model_id, 1, failure=Failure("no" * 2000, "user"))
+    assert first_poll(modest, f"{model_id}:1").json()["error"] == "no" * 2000
+
+
+@pytest.mark.parametrize("where", ["blob", "redis"])
+def test_a_result_of_many_megabytes_comes_whole_and_with_its_length(
+    api: Api, batch: Batch, where: str, tmp_path: Path
+) -> None:
+    payload = bytes(range(256)) * 4096 * 12 + b"end"
+    request_id = finished(api, batch, where, payload, tmp_path)
+    answer = api.poll(request_id)
+    assert answer.headers["content-length"] == str(len(payload))
+    assert answer.content == payload
+
+
+# -- many polls
+
+
+def test_waiting_polls_hold_no_database_connection(
+    configure: Callable[..., None], postgres_url: str, redis_url: str, tmp_path: Path, batch: Batch
+) -> None:
+    count = 60
+    with running(configure, postgres_url, redis_url, tmp_path, sweep_s=0.5, poll_hold_s=30) as api:
+        services = api.client.app.state.services  # type: ignore[attr-defined]
+        model_id = submitted(api, batch, *range(1, count + 1))
+        services.waiters._expected.clear()  # as in a process that has not accepted them: every poll looks first
+        held = api.database.engine.pool
+        with ThreadPoolExecutor(count) as pool:
+            polls = [pool.submit(api.poll, f"{model_id}:{seq_id}") for seq_id in range(1, count + 1)]
+            wait_for(lambda: len(services.waiters._waiting) == count)
+            wait_for(lambda: held.checkedout() == 0)  # type: ignore[attr-defined]
+            assert api.post("session_heartbeat", {"session_id": model_id.partition(":")[0]}).status_code == 200
+            assert not any(poll.done() for poll in polls)
+            assert api.client.portal is not None
+            api.client.portal.call(services.waiters.stop)
+            assert {poll.result().status_code for poll in polls} == {408}
+
+
+def test_many_polls_share_few_connections_to_redis(api: Api) -> None:
+    count = 100
+    body = {"session_id": api.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = api.ok("create_sampling_session", body)["sampling_session_id"]
+    body = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [1]}]}}
+    request_ids = [str(api.ok("asample", body | {"seq_id": number})["request_id"]) for number in range(count)]
+    api.client.app.state.services.waiters._expected.clear()  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(api.poll, request_ids))
+    assert {answer.status_code for answer in answers} == {408}
+    assert not any("queue_state_reason" in answer.json() for answer in answers)

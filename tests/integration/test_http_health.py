@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Api, running
 from sqlalchemy import delete, update
 from sqlalchemy.engine import make_url
 
@@ -14,6 +13,7 @@ from app.db import database_clock
 from app.fleet.models import Worker
 from app.fleet.service import WORKER_SILENCE_S
 from tests.factories import add_model, add_worker
+from tests.integration.conftest import Api, running
 from tests.services import PostgresServer, RedisServer
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import redis
-from conftest import PROTOBUF, Api, running
 
 from app.runs.models import Run
 from app.sampling.models import SamplingSession
 from app.sampling.store import SampleAnswer, SampleDesk
 from app.wire.sampling import decode_stored
 from tests.factories import CONTEXT, POOL, VOCABULARY, add_checkpoint
+from tests.integration.conftest import PROTOBUF, Api, running
 
 
 def sampler_body(session_id: str, number: int = 0, **fields: object) -> dict[str, object]:

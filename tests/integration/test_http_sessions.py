@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Api
 
 from app.accounts.service import list_keys, revoke_key
+from tests.integration.conftest import Api
 
 PATHS = ["client/config", "create_session", "create_model", "forward_backward", "asample", "retrieve_future"]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import zstandard
-from conftest import Api
 from sqlalchemy import func, select
 from tinker.proto import tinker_public_pb2 as sdk
 
 from app.db import utc_now
 from app.runs.models import Operation, Run
 from tests.factories import VOCABULARY, add_checkpoint
+from tests.integration.conftest import Api
 
 Batch = Callable[..., bytes]
 SAVE = {"path": "first", "type": "save_weights"}

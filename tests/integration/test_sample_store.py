@@ -11,7 +11,8 @@ import redis
 import redis.asyncio
 
 from app.futures.waiters import DONE_CHANNEL
-from app.sampling.store import SampleAnswer, SampleDesk, SampleInbox, claim_key, request_key, result_key, unfinished_key
+from app.sampling.keys import claim_key, request_key, result_key, unfinished_key
+from app.sampling.store import SampleAnswer, SampleDesk, SampleInbox, StoredAnswer
 from tests.services import wait_for
 
 T = TypeVar("T")
@@ -45,8 +46,8 @@ class Inbox:
     def submit(self, request_id: str, body: bytes = b"body", *, max_waiting: int = 100) -> bytes | str:
         return self._with(lambda inbox: inbox.submit(request_id, "tiny", body), max_waiting)
 
-    def find(self, request_id: str) -> tuple[bytes | None, bool]:
-        return self._with(lambda inbox: inbox.find(request_id))
+    def find(self, request_id: str, *, at_most: int | None = None) -> tuple[StoredAnswer | None, bool]:
+        return self._with(lambda inbox: inbox.find(request_id, at_most=at_most))
 
     def finished(self, *request_ids: str) -> set[str]:
         return self._with(lambda inbox: inbox.finished(request_ids))
@@ -165,9 +166,7 @@ def test_a_result_is_found_as_it_was_given_and_again(
     answer = SampleAnswer(kind, b"\x00bytes")
     desk(server).finish([(A, answer)])
     for _ in range(2):
-        raw, _ = inbox.find(A)
-        assert raw is not None
-        assert SampleAnswer.unpack(raw) == answer
+        assert inbox.find(A) == (StoredAnswer(kind, 6, [b"\x00bytes"]), True)
 
 
 def test_a_result_ends_the_claim_and_tells_the_polls(inbox: Inbox, server: redis.Redis) -> None:
@@ -208,3 +207,40 @@ def test_finished_and_lost_requests_are_news_and_pending_ones_are_not(inbox: Inb
     inbox.submit(B)
     desk(server).finish([(A, ANSWER)])
     assert inbox.finished(A, B, C) == {A, C}
+
+
+def test_a_large_result_comes_in_pieces(inbox: Inbox, server: redis.Redis) -> None:
+    payload = bytes(range(256)) * 4096 * 3 + b"end"
+    inbox.submit(A)
+    desk(server).finish([(A, SampleAnswer("proto", payload))])
+    found, _ = inbox.find(A)
+    assert found is not None
+    assert (found.size, b"".join(found.pieces)) == (len(payload), payload)
+    assert len(found.pieces) == 4
+
+
+def test_a_result_larger_than_asked_for_comes_without_its_payload_and_a_failure_never_does(
+    inbox: Inbox, server: redis.Redis
+) -> None:
+    for request_id, kind in ((A, "proto"), (B, "error")):
+        inbox.submit(request_id)
+        desk(server).finish([(request_id, SampleAnswer(kind, b"12345"))])  # type: ignore[arg-type]
+    assert inbox.find(A, at_most=4) == (StoredAnswer("proto", 5, ()), True)
+    assert inbox.find(A, at_most=5) == (StoredAnswer("proto", 5, [b"12345"]), True)
+    assert inbox.find(B, at_most=4) == (StoredAnswer("error", 5, [b"12345"]), True)
+
+
+def test_the_first_result_stays(inbox: Inbox, server: redis.Redis) -> None:
+    inbox.submit(A)
+    desk(server).finish([(A, ANSWER)])
+    desk(server, "w2").finish([(A, SampleAnswer("proto", b"another"))])
+    assert inbox.find(A) == (StoredAnswer("proto", 6, [b"answer"]), True)
+
+
+def test_a_renewal_tells_what_needs_no_more_work(inbox: Inbox, server: redis.Redis) -> None:
+    for request_id in (A, B):
+        inbox.submit(request_id)
+    desk(server).claim([A, B])
+    desk(server, "w2").finish([(A, ANSWER)])
+    assert desk(server).renew([A, B]) == [A]
+    assert not server.exists(claim_key(A))

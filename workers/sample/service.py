@@ -1,8 +1,8 @@
 """The sample service: takes requests off Redis, keeps their claims alive, feeds the engine, stores what comes out.
 
 Celery tasks only drop request ids into the inbox. One thread owns the engine: it claims what arrived in one round trip,
-turns the engine, and stores the results of each turn in another. A second, small one renews claims, so that a long
-prefill does not lose them.
+turns the engine, and stores the results of each turn in another. A second, small one (`claims`) renews claims, so that
+a long prefill does not lose them, and passes cancellations on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from app.settings import Settings
 from app.wire.sampling import decode_stored, encode_result
 from app.wire.types import SampleResult
 from workers.sample.adapters import AdapterCache
-from workers.sample.engines.base import Engine, Job
+from workers.sample.claims import ClaimKeeper
+from workers.sample.engines.base import Cancelled, Engine, Job
+from workers.sample.usage import SampleUsage
 from workers.threads import use_threads
 from workers.train.snapshots import BadSnapshot
 
@@ -42,12 +44,14 @@ class SampleService:
         pool: str,
         engine: Engine,
         adapters: AdapterCache,
+        usage: SampleUsage,
         redis: Redis,
         settings: Settings,
         threads: int = 1,
     ) -> None:
         self._engine = engine
         self._adapters = adapters
+        self._usage = usage
         self._settings = settings
         self._threads = threads
         self._desk = SampleDesk(
@@ -60,16 +64,28 @@ class SampleService:
         self._stopping = threading.Event()
         self._next_look = 0.0
         self._thread = threading.Thread(target=self._run, name="sample", daemon=True)
-        self._renewer = threading.Thread(target=self._renew, name="sample-claims", daemon=True)
+        self._claims = ClaimKeeper(
+            self._desk,
+            redis,
+            pool=pool,
+            renew_every_s=settings.sample_claim_s / 3,
+            running=self._running.copy,
+            cancel=self._cancel,
+        )
 
     def start(self) -> None:
         """Start the threads."""
+        self._usage.start()
         self._thread.start()
-        self._renewer.start()
+        self._claims.start()
 
     def take(self, request_id: str) -> None:
         """A request waits in Redis; returns at once."""
         self._inbox.append(request_id)
+        self._bell.set()
+
+    def _cancel(self, request_id: str) -> None:
+        self._engine.cancel(request_id)
         self._bell.set()
 
     def stop(self, timeout_s: float) -> None:
@@ -77,7 +93,8 @@ class SampleService:
         self._stopping.set()
         self._bell.set()
         self._thread.join(timeout_s)
-        self._renewer.join(timeout_s)
+        self._claims.stop(timeout_s)
+        self._usage.stop(timeout_s)
         try:
             self._desk.finish(self._finished)
             self._desk.release(sorted(self._running))
@@ -128,12 +145,13 @@ class SampleService:
         except Exception as error:
             self._deliver(request_id, error)
             return
-        self._engine.submit(Job(stored.request, adapter, partial(self._deliver, request_id)))
+        deliver = self._usage.counted(stored, partial(self._deliver, request_id))
+        self._engine.submit(Job(stored.request, adapter, deliver))
 
     def _deliver(self, request_id: str, outcome: SampleResult | Exception) -> None:
         if isinstance(outcome, SampleResult):
             answer = SampleAnswer("proto", encode_result(outcome))
-        elif isinstance(outcome, InvalidRequest | BadSnapshot):
+        elif isinstance(outcome, Cancelled | InvalidRequest | BadSnapshot):
             answer = SampleAnswer.failed(str(outcome), "user")
         else:
             logger.error("sample_failed", request_id=request_id, exc_info=outcome)
@@ -150,13 +168,3 @@ class SampleService:
         self._desk.finish(self._finished)
         self._running.difference_update(request_id for request_id, _ in self._finished)
         self._finished = []
-
-    def _renew(self) -> None:
-        while not self._stopping.wait(self._settings.sample_claim_s / 3):
-            running = self._running.copy()
-            if not running:
-                continue
-            try:
-                self._desk.renew(running)
-            except (RedisError, OSError) as error:
-                logger.warning("claims_not_renewed", count=len(running), error=type(error).__name__)

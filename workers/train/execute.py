@@ -6,6 +6,7 @@ transaction as the run's new position. Replay uses the same functions and throws
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ import orjson
 import structlog
 from sqlalchemy.orm import Session
 
+from app.audit import service as audit
+from app.billing.meter import UsageKind
 from app.checkpoints import service as checkpoints
 from app.db import Database
 from app.errors import InvalidRequest
@@ -26,6 +29,7 @@ from workers.model.base import BaseModel
 from workers.model.forward import Work, run_pass
 from workers.model.optim import AdamState, NonFiniteGradient, adamw_step
 from workers.train import snapshots
+from workers.train.planner import STEP_KIND
 from workers.train.slots import RunState, Slot
 from workers.train.snapshots import BadSnapshot, SnapshotFiles
 
@@ -36,7 +40,8 @@ Bodies = Mapping[tuple[str, int], bytes]
 
 @dataclass(slots=True)
 class Effect:
-    """What became of an operation. `rows` are written, and `run_values` set, in the commit that finishes it."""
+    """What became of an operation. `rows` are written, `run_values` set, and `usage` is counted in the commit that
+    finishes it."""
 
     operation: Ready
     result: bytes | None = None
@@ -44,6 +49,7 @@ class Effect:
     failure: Failure | None = None
     rows: list[Callable[[Session], None]] = field(default_factory=list)
     run_values: dict[str, Any] = field(default_factory=dict)
+    usage: dict[UsageKind, int] = field(default_factory=dict)
 
 
 def _server_failure(operation: Ready, error: Exception) -> Failure:
@@ -78,6 +84,7 @@ class Executor:
         for (effect, work), outcome in zip(works, outcomes, strict=True):
             if isinstance(outcome, ForwardBackwardOutput):
                 effect.result, effect.result_kind = encode_output(outcome), "proto"
+                effect.usage["training"] = effect.operation.tokens
                 if work.backward:
                     counters = _state(slots[effect.operation.model_id]).counters
                     counters.summed += 1
@@ -85,11 +92,8 @@ class Executor:
             else:
                 effect.failure = _failure(effect.operation, outcome)
         for effect in effects:
-            operation = effect.operation
-            failed = effect.failure is not None or operation.state == FAILED
-            state = slots[operation.model_id].state
-            if failed and operation.kind in ("forward_backward", MISSING) and state is not None:
-                state.counters.failed.append(operation.seq_id)
+            if effect.failure is not None or effect.operation.state == FAILED:
+                consume_failed(effect.operation, slots[effect.operation.model_id])
         return effects
 
     def _work(self, operation: Ready, slot: Slot, bodies: Bodies) -> Work:
@@ -183,7 +187,8 @@ class Executor:
         name = self._free_name(slot, checkpoints.TRAINING, body)
         files = snapshots.state_files(_state(slot), self._base, seq_id=effect.operation.seq_id)
         snapshots.write(self._blobs, files)
-        effect.rows += [self._snapshot_row(effect, slot, files), _name_row(slot, checkpoints.TRAINING, body, files.id)]
+        effect.rows.append(self._snapshot_row(effect, slot, files))
+        _name(effect, slot, checkpoints.TRAINING, body, files.id)
         path = checkpoints.tinker_path(slot.run.id, checkpoints.TRAINING, name)
         effect.result = orjson.dumps({"path": path, "type": "save_weights"})
 
@@ -193,7 +198,7 @@ class Executor:
         effect.run_values["sampler_snapshot_id"] = snapshot_id
         result: dict[str, Any] = {"type": "save_weights_for_sampler"}
         if name is not None:
-            effect.rows.append(_name_row(slot, checkpoints.SAMPLER, body, snapshot_id))
+            _name(effect, slot, checkpoints.SAMPLER, body, snapshot_id)
             result["path"] = checkpoints.tinker_path(slot.run.id, checkpoints.SAMPLER, name)
         else:
             row = _sampling_session(slot, body, snapshot_id)
@@ -235,6 +240,30 @@ class Executor:
         return add
 
 
+def consume_failed(operation: Ready, slot: Slot) -> None:
+    """What a failed operation does to its run: a forward_backward is counted, a step takes its gradient with it.
+
+    A step that failed on arrival, which therefore has no body, never saw the gradient and leaves it.
+    """
+    if (state := slot.state) is None:
+        return
+    if operation.kind in ("forward_backward", MISSING):
+        state.counters.failed.append(operation.seq_id)
+    elif operation.kind == STEP_KIND and operation.body_bytes:
+        state.counters.clear_gradient()
+        state.adapter.zero_grad()
+
+
+def give_up(operation: Ready, slot: Slot) -> Effect:
+    """Fail an operation that brought down whoever ran it."""
+    consume_failed(operation, slot)
+    message = f"{operation.kind}: every worker that ran this operation died of it, so it was given up"
+    effect = Effect(operation, failure=Failure(message, "server"))
+    if operation.seq_id == 0:
+        effect.run_values["failed"] = True
+    return effect
+
+
 class _NoState(Exception):
     """The run's creation failed on the worker, so there is nothing to operate on."""
 
@@ -261,7 +290,8 @@ def _all_failed(seq_ids: Sequence[int]) -> Failure:
 
 
 def _step_result(metrics: Mapping[str, float], *, tokens: int, failed: int) -> bytes:
-    values = {**metrics, "tokens": float(tokens)}
+    """The JSON result. JSON has no NaN and the SDK takes no null, so a metric that overflowed is left out."""
+    values = {name: value for name, value in metrics.items() if math.isfinite(value)} | {"tokens": float(tokens)}
     if failed:
         values["failed_operations"] = float(failed)
     return orjson.dumps({"metrics": values, "type": "optim_step"})
@@ -277,20 +307,26 @@ def _idle_metrics(state: RunState, params: AdamParams) -> dict[str, float]:
     }
 
 
-def _name_row(slot: Slot, kind: str, body: dict[str, Any], snapshot_id: str) -> Callable[[Session], None]:
-    def name(session: Session) -> None:
-        checkpoints.name_snapshot(
+def _name(effect: Effect, slot: Slot, kind: str, body: dict[str, Any], snapshot_id: str) -> None:
+    """A checkpoint comes to be: its name, its entry in the audit log, its count."""
+    run, seq_id = slot.run, effect.operation.seq_id
+
+    def write(session: Session) -> None:
+        path = checkpoints.name_snapshot(
             session,
-            owner_id=slot.run.owner_id,
-            model_id=slot.run.id,
+            owner_id=run.owner_id,
+            model_id=run.id,
             kind=kind,
             name=body["path"],
             snapshot_id=snapshot_id,
             ttl_seconds=body["ttl_seconds"],
             user_metadata=body["user_metadata"],
         )
+        details = {"model_id": run.id, "tinker_path": path, "seq_id": seq_id, "ttl_seconds": body["ttl_seconds"]}
+        audit.record(session, run.owner_id, "checkpoints", "checkpoint_save", **details)
 
-    return name
+    effect.rows.append(write)
+    effect.usage["checkpoint"] = 1
 
 
 def _sampling_session(slot: Slot, body: dict[str, Any], snapshot_id: str) -> SamplingSession:

@@ -6,7 +6,7 @@ row. Only the database's clock decides about expiry.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -108,6 +108,12 @@ def set_recovery_snapshot(session: Session, *, worker_id: str, model_id: str, ep
 def free_runs(session: Session, model_ids: Iterable[str], *, worker_id: str) -> set[str]:
     """Those of the runs that `take` would give this worker now."""
     return set(session.scalars(select(Run.id).where(Run.id.in_(list(model_ids)), _is_free(worker_id))))
+
+
+def lost_runs(session: Session, epochs: Mapping[str, int], *, worker_id: str) -> set[str]:
+    """Those of the runs (id → epoch) that this worker does not hold under that epoch any more."""
+    query = select(Run.id, Run.epoch).where(Run.id.in_(list(epochs)), Run.worker_id == worker_id)
+    return epochs.keys() - {row.id for row in session.execute(query) if epochs[row.id] == row.epoch}
 
 
 def _is_free(worker_id: str) -> ColumnElement[bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,16 +19,19 @@ from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from app.billing import meter
+from app.billing.meter import Meter
 from app.db import Database
 from app.futures.waiters import DONE_CHANNEL
 from app.runs import log
-from app.runs.log import Failure, Finished, Payload, Ready, request_id_of
+from app.runs.log import Finished, Payload, request_id_of
 from app.settings import Settings
-from app.storage.blobs import BlobStore
+from app.storage.blobs import BlobMissing, BlobStore
 from workers.model.base import BaseModel
 from workers.threads import use_threads
 from workers.train import lease
-from workers.train.execute import Bodies, Effect, Executor
+from workers.train.execute import Bodies, Effect, Executor, give_up
+from workers.train.lease import Lease
 from workers.train.planner import STEP_KIND, Plan, RunQueue, plan
 from workers.train.recovery import SnapshotWriter, restore
 from workers.train.slots import Slot
@@ -74,6 +77,7 @@ class TrainLoop:
         self._executor = Executor(base, database, blobs, micro_batch_tokens=settings.micro_batch_tokens)
         self._writer = SnapshotWriter(database, blobs, base, worker_id=worker_id)
         self._slots: dict[str, Slot] = {}
+        self._queue: list[str] = []  # runs that wait for a slot, in the order in which they were seen
         self._bell = threading.Event()
         self._stopping = threading.Event()
         self._next_abandoned = 0.0
@@ -128,9 +132,9 @@ class TrainLoop:
         """One turn. False if there was nothing to do."""
         with self._database.read() as session:
             pending = log.pending_runs(session, self._pool)
+            planned, bodies = self._plan(session, pending)
             absent = pending - self._slots.keys()
             free = lease.free_runs(session, absent, worker_id=self._worker_id) if absent else set()
-            planned, bodies = self._plan(session, pending)
         if free:
             with self._phase("restore"):
                 self._take(free)
@@ -138,6 +142,9 @@ class TrainLoop:
                 planned, bodies = self._plan(session, pending)
         if not planned.operations:
             return False
+        if bodies is None:
+            self._crashed({operation.model_id for operation in planned.operations})
+            return True
         try:
             with self._phase("pass"):
                 effects = self._execute(planned, bodies)
@@ -149,35 +156,70 @@ class TrainLoop:
         self._snapshot_where_due(effects)
         return True
 
-    def _plan(self, session: Session, pending: set[str]) -> tuple[Plan, Bodies]:
-        """What to do next of the resident runs, least recently served first, and the bodies that it needs."""
+    def _plan(self, session: Session, pending: set[str]) -> tuple[Plan, Bodies | None]:
+        """What to do next of the resident runs, least recently served first, and the bodies that it needs; None if one
+        of them is lost.
+        """
         waiting = sorted(pending & self._slots.keys(), key=lambda model_id: self._slots[model_id].last_used)
         positions = {model_id: self._slots[model_id].applied_seq for model_id in waiting}
         ready = log.ready_operations(session, positions) if positions else {}
+        if stuck := positions.keys() - ready.keys():
+            self._drop_lost(session, stuck)
         queues = [
             RunQueue(model_id, self._slots[model_id].run.owner_id, operations, self._slots[model_id].crashes)
             for model_id, operations in ready.items()
         ]
         self.progress.queued_tokens = sum(o.tokens for queue in queues for o in queue.operations)
         planned = plan(queues, pass_tokens=self._settings.pass_tokens)
-        return planned, log.load_bodies(session, self._blobs, _keys_with_bodies(planned))
+        try:
+            return planned, log.load_bodies(session, self._blobs, _keys_with_bodies(planned))
+        except BlobMissing as error:
+            logger.error("body_missing", operations=len(planned.operations), exc_info=error)
+            return planned, None
+
+    def _drop_lost(self, session: Session, model_ids: Iterable[str]) -> None:
+        """Of runs that have work but none after our position: drop those that another worker had meanwhile."""
+        epochs = {model_id: self._slots[model_id].epoch for model_id in model_ids}
+        for model_id in lease.lost_runs(session, epochs, worker_id=self._worker_id):
+            logger.warning("lease_lost", model_id=model_id, worker_id=self._worker_id)
+            self._drop(model_id)
 
     def _take(self, free: set[str]) -> None:
         room = self._settings.train_slots - len(self._slots)
         if room < len(free):
             room += self._make_room(len(free) - room)
-        wanted = sorted(free)[: max(0, room)]
+        self._queue = [model_id for model_id in self._queue if model_id in free]
+        self._queue += sorted(free - set(self._queue))
+        wanted = self._queue[: max(0, room)]
         if not wanted:
             return
         with self._database.write() as session:
             granted = lease.take(session, worker_id=self._worker_id, lease_s=self._settings.lease_s, model_ids=wanted)
+            granted = self._with_one_suspect(session, granted)
         for one in granted:
+            self._queue.remove(one.run.id)
             try:
                 self._slots[one.run.id] = restore(one, self._executor, self._database, self._blobs, self._base)
             except Exception as error:
                 logger.error("restore_failed", model_id=one.run.id, exc_info=error)
                 self._release(one.run.id, one.epoch)
         self.progress.resident_runs = len(self._slots)
+
+    def _with_one_suspect(self, session: Session, granted: list[Lease]) -> list[Lease]:
+        """Hold one run at a time at which a worker has died, and only if it has work; give the others back at once.
+
+        Else the next death would count against all of them, and the third would fail operations that never ran.
+        """
+        suspects = {one.run.id: one.run.applied_seq for one in granted if one.crashes}
+        if not suspects:
+            return granted
+        ready = log.ready_operations(session, suspects, limit=1)
+        held = next((slot.run.id for slot in self._slots.values() if slot.crashes), None)
+        kept = held or next((model_id for model_id in self._queue if model_id in ready), None)
+        for one in granted:
+            if one.crashes and one.run.id != kept:
+                lease.release(session, worker_id=self._worker_id, model_id=one.run.id, epoch=one.epoch)
+        return [one for one in granted if not one.crashes or one.run.id == kept]
 
     def _make_room(self, count: int) -> int:
         """Evict idle runs, least recently used first; returns how many left."""
@@ -191,7 +233,7 @@ class TrainLoop:
         return min(count, len(idle))
 
     def _execute(self, planned: Plan, bodies: Bodies) -> list[Effect]:
-        effects = [Effect(o, failure=_poisoned(o)) for o in planned.poisoned]
+        effects = [give_up(operation, self._slots[operation.model_id]) for operation in planned.poisoned]
         for operation in planned.control:
             effects.append(self._executor.control(operation, self._slots[operation.model_id], bodies))
         if planned.steps_before:
@@ -231,6 +273,7 @@ class TrainLoop:
                             write(session)
                     log.finish(session, [outcome for outcome in finished[model_id] if outcome is not None])
                     done += [request_id_of(model_id, effect.operation.seq_id) for effect in mine]
+                meter.add(session, self._used({model_id: by_run[model_id] for model_id in by_run.keys() - lost}))
         except SQLAlchemyError:
             for model_id in by_run:
                 self._drop(model_id)
@@ -240,6 +283,17 @@ class TrainLoop:
             self._drop(model_id)
         self._moved(by_run, lost)
         self._notify(done)
+
+    def _used(self, by_run: dict[str, list[Effect]]) -> dict[Meter, int]:
+        """What the committed operations used."""
+        hour = meter.this_hour()
+        runs = {model_id: self._slots[model_id].run for model_id in by_run}
+        return meter.summed(
+            (Meter(run.owner_id, hour, run.session_id, run.base_model, kind), amount)
+            for model_id, run in runs.items()
+            for effect in by_run[model_id]
+            for kind, amount in effect.usage.items()
+        )
 
     def _moved(self, by_run: dict[str, list[Effect]], lost: Sequence[str]) -> None:
         for model_id, mine in by_run.items():
@@ -332,10 +386,6 @@ class TrainLoop:
             except SQLAlchemyError as error:
                 logger.warning("release_failed", model_id=slot.run.id, error=type(error).__name__)
             self._drop(slot.run.id)
-
-
-def _poisoned(operation: Ready) -> Failure:
-    return Failure(f"{operation.kind}: every worker that ran this operation died of it, so it was given up", "server")
 
 
 def _keys_with_bodies(planned: Plan) -> list[tuple[str, int]]:

@@ -22,13 +22,17 @@ from app.runs.log import FAILED, Ready
 from app.storage.blobs import BlobStore
 from workers.model.base import BaseModel
 from workers.train import lease, snapshots
-from workers.train.execute import Executor
+from workers.train.execute import Executor, consume_failed
 from workers.train.lease import Lease
 from workers.train.planner import PASS_KINDS, STEP_KIND
 from workers.train.slots import Slot
 from workers.train.snapshots import SnapshotFiles
 
 logger = structlog.get_logger(__name__)
+
+
+class CannotReplay(RuntimeError):
+    """An operation that had succeeded failed when it was repeated."""
 
 
 def restore(granted: Lease, executor: Executor, database: Database, blobs: BlobStore, base: BaseModel) -> Slot:
@@ -54,20 +58,25 @@ def restore(granted: Lease, executor: Executor, database: Database, blobs: BlobS
 
 
 def _replay(operation: Ready, slot: Slot, executor: Executor, database: Database, blobs: BlobStore) -> None:
-    """Apply an operation once more for its effect on the state. One that failed is only counted."""
-    slots, bodies = {slot.run.id: slot}, {}
-    if operation.state != FAILED:
-        with database.read() as session:
-            bodies = log.load_bodies(session, blobs, [(operation.model_id, operation.seq_id)])
+    """Apply an operation once more for its effect on the state. One that failed is only counted.
+
+    Raises CannotReplay if one that succeeded fails now: without it the state would be another than its client was told.
+    """
+    if operation.state == FAILED:
+        consume_failed(operation, slot)
+        return
+    slots = {slot.run.id: slot}
+    with database.read() as session:
+        bodies = log.load_bodies(session, blobs, [(operation.model_id, operation.seq_id)])
     if operation.kind == STEP_KIND:
-        if operation.state == FAILED and slot.state is not None:
-            slot.state.counters.clear_gradient()
-            slot.state.adapter.zero_grad()
-        executor.step([operation], slots, bodies)
-    elif operation.kind in PASS_KINDS or operation.state == FAILED:
-        executor.forward([operation], slots, bodies)
+        effects = executor.step([operation], slots, bodies)
+    elif operation.kind in PASS_KINDS:
+        effects = executor.forward([operation], slots, bodies)
     else:
-        executor.control(operation, slot, bodies, replay=True)
+        effects = [executor.control(operation, slot, bodies, replay=True)]
+    for effect in effects:
+        if effect.failure is not None:
+            raise CannotReplay(f"operation {operation.seq_id}: {effect.failure.message}")
 
 
 @dataclass(slots=True, eq=False)

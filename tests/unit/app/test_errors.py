@@ -15,6 +15,7 @@ def all_errors(base: type[TinworksError] = TinworksError) -> list[type[TinworksE
 EXPECTED = {
     errors.InvalidRequest: (400, "user"),
     errors.Unauthorized: (401, "user"),
+    errors.InvalidToken: (401, "user"),
     errors.NotFound: (404, "user"),
     errors.ConflictingReplay: (409, "user"),
     errors.Gone: (410, "user"),

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select, text
 
+from app.accounts.key_ring import KeyRing
 from app.accounts.models import ApiKey, Owner
-from app.accounts.service import KeyRing, create_key, hash_key, list_keys, revoke_key
+from app.accounts.service import create_key, hash_key, list_keys, revoke_key
 from app.db import Database, get_database
 from app.errors import Unauthorized
 from app.settings import Settings

@@ -32,6 +32,7 @@ WRONG = {
     "REDIS_URL": ("http://x", "REDIS_URL must start with"),
     "PORT": ("eighty", "PORT"),
     "TINWORKS_AUTH": ("maybe", "auth"),
+    "TINWORKS_SECRET_KEY": ("short", "TINWORKS_SECRET_KEY must have at least 32 characters"),
     "TINWORKS_POLL_HOLD_S": ("31", "poll_hold_s"),
     "TINWORKS_LEASE_S": ("0", "lease_s"),
     "TINWORKS_MAX_REQUEST_BYTES": ("10", "max_request_bytes"),

@@ -12,6 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from app.futures import waiters as module
 from app.futures.waiters import DONE_CHANNEL, Waiters
+from app.sampling.keys import feed_key
 
 
 class Store:
@@ -202,5 +203,43 @@ def test_nothing_is_expected_of_a_new_subscription(no_sweep: None) -> None:
             while waiters.is_expected("a", "alice"):
                 await asyncio.sleep(0)
         await waiters.stop()
+
+    asyncio.run(body())
+
+
+def test_a_notice_wakes_whoever_waits_for_the_feed_of_its_client(no_sweep: None) -> None:
+    async def test(waiters: Waiters, redis: FakeRedis, store: Store) -> None:
+        await subscribed(redis)
+        with (
+            waiters.waiting_for(feed_key("s:sample:0", 2)) as feed,
+            waiters.waiting_for(feed_key("s:sample:0", 0)) as another,
+        ):
+            await redis.publish(DONE_CHANNEL, "s:sample:0:2000000007")
+            await feed.wait()
+            assert not another.is_set()
+
+    run(test)
+
+
+def test_after_every_subscription_it_is_asked_what_became_of_accepted_futures(no_sweep: None) -> None:
+    async def body() -> None:
+        asked: list[list[str]] = []
+
+        async def recover(request_ids: Sequence[str]) -> None:
+            asked.append(list(request_ids))
+            if len(asked) < 3:
+                raise RedisConnectionError("away again")
+
+        redis = FakeRedis(server=FakeServer())
+        waiters = Waiters(redis, Store().find, recover)
+        for request_id in ("a", "b", "c"):
+            waiters.expect(request_id, "alice")
+        waiters.wake(["b"])
+        waiters.start()
+        async with asyncio.timeout(10):
+            while len(asked) < 3:
+                await asyncio.sleep(0)
+        await waiters.stop()
+        assert asked == [["a", "c"]] * 3
 
     asyncio.run(body())

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-import model_reference as reference
 import pytest
 import torch
 
+from tests.unit.workers.model import model_reference as reference
 from workers.model.base import BaseModel
 
 

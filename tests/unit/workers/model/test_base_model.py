@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import model_reference as reference
 import pytest
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from transformers import (
 )
 
 from app.wire.types import LoraConfig
+from tests.unit.workers.model import model_reference as reference
 from workers.model.base import BaseModel, UnsupportedModel, config_hash
 from workers.model.tiny import make_tiny_model
 

@@ -4,12 +4,12 @@ import json
 import warnings
 from pathlib import Path
 
-import model_reference as reference
 import peft
 import pytest
 import safetensors.torch
 import torch
 
+from tests.unit.workers.model import model_reference as reference
 from workers.model.base import BaseModel
 from workers.model.export import CONFIG_FILE, WEIGHTS_FILE, BadAdapterFile, load_peft, peft_files
 from workers.model.lora import Routing, routed

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-import model_reference as reference
 import numpy as np
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from app.runs.loss_specs import LOSS_SPECS
 from app.wire.types import Datum
+from tests.unit.workers.model import model_reference as reference
 from workers.model.base import BaseModel
 from workers.model.forward import Work
 from workers.model.losses import LOSSES, LossInputs, combined_metrics, evaluate, full_config

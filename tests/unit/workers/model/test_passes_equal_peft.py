@@ -1,11 +1,11 @@
 """Mixed passes give each adapter what plain transformers + PEFT give it alone."""
 
-import model_reference as reference
 import numpy as np
 import pytest
 import torch
 
 from app.wire.types import ForwardBackwardOutput, LoraConfig
+from tests.unit.workers.model import model_reference as reference
 from workers.model.base import BaseModel
 from workers.model.forward import Work, run_pass
 from workers.model.lora import Adapter, Routing, routed

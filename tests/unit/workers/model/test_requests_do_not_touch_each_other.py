@@ -1,12 +1,12 @@
 """A NaN, an error or a forward-only request of one run changes nothing for another."""
 
-import model_reference as reference
 import numpy as np
 import pytest
 import torch
 
 from app.errors import InvalidRequest
 from app.wire.types import Datum, ForwardBackwardOutput
+from tests.unit.workers.model import model_reference as reference
 from workers.model import forward
 from workers.model.base import BaseModel
 from workers.model.forward import Work, run_pass

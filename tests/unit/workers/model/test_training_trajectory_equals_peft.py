@@ -1,9 +1,9 @@
 """Several steps of two runs, batched together, against PEFT and torch.optim run alone."""
 
-import model_reference as reference
 import torch
 
 from app.wire.types import AdamParams
+from tests.unit.workers.model import model_reference as reference
 from workers.model.base import BaseModel
 from workers.model.forward import Work, run_pass
 from workers.model.optim import AdamState, adamw_step

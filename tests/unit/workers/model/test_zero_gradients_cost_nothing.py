@@ -1,10 +1,10 @@
 """Weights of zero: logprobs as ever, no gradient, and no backward pass."""
 
-import model_reference as reference
 import numpy as np
 import pytest
 
 from app.wire.types import Datum
+from tests.unit.workers.model import model_reference as reference
 from workers.model import lora
 from workers.model.base import BaseModel
 from workers.model.forward import Work

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from native_lab import Lab, llama, qwen, qwen_with_windows
+
+from tests.unit.workers.sample.native_lab import Lab, llama, qwen, qwen_with_windows
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from native_lab import ask, prompt
-
+from tests.unit.workers.sample.native_lab import ask, prompt
 from workers.sample.engines.admission import Limits, admit
 from workers.sample.engines.base import Job
 from workers.sample.engines.stops import StopRule

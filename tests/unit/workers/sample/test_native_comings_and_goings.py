@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from native_lab import VOCAB, Inbox, Lab, ask, drain, prompt, sample, tokens_of
 
 from app.wire.types import SampleRequest
+from tests.unit.workers.sample.native_lab import VOCAB, Inbox, Lab, ask, drain, prompt, sample, tokens_of
 from workers.sample.engines.base import Cancelled
 
 

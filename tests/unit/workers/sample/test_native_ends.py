@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from native_lab import CONTEXT, Inbox, Lab, ask, drain, prompt, sample, serve
 
 from app.errors import InvalidRequest
+from tests.unit.workers.sample.native_lab import CONTEXT, Inbox, Lab, ask, drain, prompt, sample, serve
 
 
 def decode(tokens: Sequence[int]) -> str:

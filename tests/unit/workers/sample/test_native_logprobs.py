@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from native_lab import VOCAB, Lab, ask, prompt, sample, serve
 
 from app.wire.types import NO_TOKEN_LOGPROB
+from tests.unit.workers.sample.native_lab import VOCAB, Lab, ask, prompt, sample, serve
 from workers.model.lora import Adapter
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native_lab import Inbox, Lab, ask, drain, prompt, qwen, sample, serve, tokens_of
 
 from app.wire.types import SampleResult
+from tests.unit.workers.sample.native_lab import Inbox, Lab, ask, drain, prompt, qwen, sample, serve, tokens_of
 
 
 def test_prompts_of_many_lengths_side_by_side(any_lab: Lab) -> None:

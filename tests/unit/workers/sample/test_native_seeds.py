@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from native_lab import Inbox, Lab, ask, drain, prompt, sample, serve, tokens_of
 
 from app.wire.types import SampleResult
+from tests.unit.workers.sample.native_lab import Inbox, Lab, ask, drain, prompt, sample, serve, tokens_of
 
 
 def test_a_seed_gives_the_same_tokens_again(lab: Lab) -> None:

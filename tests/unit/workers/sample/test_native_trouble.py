@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import structlog
 import torch
-from native_lab import Inbox, Lab, ask, drain, prompt, qwen, tokens_of
 
 from app.wire.types import LoraConfig, SampleRequest, SampleResult
+from tests.unit.workers.sample.native_lab import Inbox, Lab, ask, drain, prompt, qwen, tokens_of
 from workers.model.lora import Adapter, Routing, routed
 from workers.sample.engines.base import Cancelled, EngineFailure, Job
 from workers.sample.engines.forward import Forward

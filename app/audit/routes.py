@@ -1,0 +1,38 @@
+"""The audit log over HTTP. It is small, so it is answered here; the hosted service redirects to a file."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Literal
+
+from fastapi import APIRouter
+
+from app.audit import service
+from app.audit.schemas import AuditLog, Entry
+from app.audit.service import Resource
+from app.db import utc_now
+from app.deps import OwnerDep, ServicesDep, in_thread
+
+router = APIRouter(prefix="/api/v1", tags=["audit"])
+
+
+@router.get("/audit")
+async def audit_log(
+    owner_id: OwnerDep, services: ServicesDep, event_type: Literal["all"] | Resource = "all", day: date | None = None
+) -> AuditLog:
+    """What happened to the caller's keys and checkpoints on a day in UTC; without `day`, today."""
+    resource = None if event_type == "all" else event_type
+    rows = await in_thread(service.entries_of_day, services.database, owner_id, resource, day or utc_now().date())
+    return AuditLog(
+        entries=[
+            Entry(
+                timestamp=row.at,
+                event=row.event,
+                event_details=row.details,
+                model_id=row.details.get("model_id"),
+                tinker_path=row.details.get("tinker_path"),
+                purpose=row.details.get("purpose"),
+            )
+            for row in rows
+        ]
+    )

@@ -1,0 +1,51 @@
+"""Names in Redis of samples and of the feeds that tell a client which of its samples are over."""
+
+from __future__ import annotations
+
+SEQUENCES_PER_CLIENT = 1_000_000_000
+"""A sampling session's n-th client numbers its samples from n times this (WIRE §3.5)."""
+
+
+FEED_MARK = "feed:"
+
+
+def request_key(request_id: str) -> str:
+    """Key of a stored request."""
+    return f"sample:{request_id}:request"
+
+
+def result_key(request_id: str) -> str:
+    """Key of a result."""
+    return f"sample:{request_id}:result"
+
+
+def claim_key(request_id: str) -> str:
+    """Key that a sampler holds while it works on a request."""
+    return f"sample:{request_id}:claim"
+
+
+def claims_key(request_id: str) -> str:
+    """Key that counts the claims on a request that were not given up."""
+    return f"sample:{request_id}:claims"
+
+
+def unfinished_key(pool: str) -> str:
+    """Sorted set of the pool's unfinished requests, by the time of their arrival."""
+    return f"samples:{pool}"
+
+
+def cancel_channel(pool: str) -> str:
+    """Channel of cancelled requests of a pool."""
+    return f"tinworks:cancel:{pool}"
+
+
+def feed_key(sampling_session_id: str, client: int) -> str:
+    """Prefix of the feed of one client of a sampling session."""
+    return f"{FEED_MARK}{sampling_session_id}/{client}"
+
+
+def feed_of(request_id: str) -> str:
+    """Prefix of the feed that a sample belongs to; of any other request, a name that no feed has."""
+    session_id, _, number = request_id.rpartition(":")
+    client = int(number) // SEQUENCES_PER_CLIENT if number.isascii() and number.isdigit() and len(number) < 20 else -1
+    return feed_key(session_id, client)

@@ -1,0 +1,279 @@
+"""The Procfile's roles as separate processes on Postgres: workers come, go and die, and clients only wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import tinker
+from celery import Celery
+from sqlalchemy import select
+from tinker import types
+
+from app.fleet.models import Worker
+from app.fleet.queues import SAMPLE_TASK, operation_task, sample_queue, wake_queue
+from app.runs.models import Run
+from app.sampling.store import unfinished_key
+from app.settings import Settings
+from tests.e2e.data import batch, largest_gap, logprobs, train
+from tests.e2e.roles import Deployment, RoleProcess
+from tests.e2e.service import wait_until
+from tests.services import PostgresServer, redis_server
+
+POOL = "tiny"
+DATA = batch(51, [24, 40, 9])
+LONG_DATA = batch(52, [64, 64, 48, 48])
+"""So that a script takes long enough to be disturbed."""
+PROMPT = types.ModelInput.from_ints([50, 60, 70, 80])
+STEPS = 40
+EXIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def deployment(shared_postgres: PostgresServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """One web, train, sample and beat process; tests add workers and take them away."""
+    folder = tmp_path_factory.mktemp("roles")
+    name = shared_postgres.create()
+    with redis_server(folder) as redis:
+        running = Deployment(folder / "data", database_url=shared_postgres.url(name), redis_url=redis.url)
+        try:
+            running.start()
+            yield running
+        finally:
+            running.close()
+    shared_postgres.drop(name)
+
+
+@pytest.fixture(scope="module")
+def key(deployment: Deployment) -> str:
+    """A key as an operator makes it: alone on standard output."""
+    made = deployment.tinworks("keys", "create", "ada", "--name", "laptop")
+    assert made.startswith("tml-") and made.count("\n") == 1
+    return made.strip()
+
+
+@pytest.fixture(scope="module")
+def client(deployment: Deployment, key: str) -> tinker.ServiceClient:
+    """The SDK with the made key."""
+    return tinker.ServiceClient(base_url=deployment.base_url, api_key=key)
+
+
+@pytest.fixture(scope="module")
+def sampler(client: tinker.ServiceClient) -> tinker.SamplingClient:
+    """Samples of the base model."""
+    return client.create_sampling_client(base_model=POOL).result(60)
+
+
+def _script(
+    client: tinker.ServiceClient, *, steps: int = STEPS, at_step: Callable[[str, int], None] | None = None
+) -> list[list[float]]:
+    """A training script that waits for each step; returns what its final weights give the data."""
+    run = client.create_lora_training_client(base_model=POOL, rank=8, seed=4).result(60)
+    for step in range(steps):
+        forward = run.forward_backward(LONG_DATA, "cross_entropy")
+        taken = run.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-8))
+        forward.result(60)
+        taken.result(60)
+        if at_step is not None:
+            at_step(run.model_id, step)
+    return logprobs(run, LONG_DATA)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(client: tinker.ServiceClient) -> list[list[float]]:
+    """The result of the script when nothing happens."""
+    return _script(client)
+
+
+class _Underway:
+    """The script in a thread, and a moment in the middle of it."""
+
+    def __init__(self, client: tinker.ServiceClient, *, middle: int = STEPS // 4) -> None:
+        self.model_id = ""
+        self.steps = 0
+        self._middle = middle
+        self._reached = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._result = self._pool.submit(_script, client, at_step=self._note)
+        self._pool.shutdown(wait=False)
+
+    def _note(self, model_id: str, step: int) -> None:
+        self.model_id, self.steps = model_id, step + 1
+        if step >= self._middle:
+            self._reached.set()
+
+    def wait_for_middle(self) -> None:
+        wait_until(lambda: self._reached.is_set() or self._result.done(), timeout_s=60, what="the middle of the run")
+        assert not self._result.done(), self._result.result()
+
+    def result(self) -> list[list[float]]:
+        return self._result.result(90)
+
+
+def _holder(deployment: Deployment, model_id: str) -> str | None:
+    with deployment.database.read() as session:
+        return session.scalar(select(Run.worker_id).where(Run.id == model_id))
+
+
+def _queues(deployment: Deployment) -> set[str]:
+    """Every queue that Celery has declared in Redis."""
+    bindings = [b for name in deployment.redis.keys("_kombu.binding.*") for b in deployment.redis.smembers(name)]
+    return {binding.decode().split("\x06\x16")[-1] for binding in bindings}
+
+
+def _claimed_by(deployment: Deployment, worker_id: str | None) -> int:
+    """How many samples a worker has claimed now."""
+    waiting = deployment.redis.zrange(unfinished_key(POOL), 0, -1)
+    claims = deployment.redis.mget([f"sample:{raw.decode()}:claim" for raw in waiting]) if waiting else []
+    return sum(claim is not None and claim.decode() == worker_id for claim in claims)
+
+
+def _kill_all(processes: list[RoleProcess]) -> None:
+    for process in processes:
+        process.kill()
+
+
+def test_a_made_key_trains_saves_and_samples(
+    deployment: Deployment, client: tinker.ServiceClient, sampler: tinker.SamplingClient
+) -> None:
+    with pytest.raises(tinker.AuthenticationError):
+        tinker.ServiceClient(base_url=deployment.base_url, api_key="tml-nobody-made-this").get_server_capabilities()
+    run = client.create_lora_training_client(base_model=POOL, rank=8, seed=1).result(60)
+    losses = []
+    for _ in range(8):
+        forward = run.forward_backward(DATA, "cross_entropy")
+        step = run.optim_step(types.AdamParams(learning_rate=3e-3))
+        losses.append(forward.result(60).metrics["loss:sum"])
+        step.result(60)
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
+
+    path = run.save_state("after-eight").result(60).path
+    trained = client.create_training_client_from_state(path)
+    expected = logprobs(run, DATA)
+    assert largest_gap(logprobs(trained, DATA), expected) < 1e-4
+
+    tuned = run.save_weights_and_get_sampling_client().result(60)
+    assert len(tuned.sample(PROMPT, 2, types.SamplingParams(max_tokens=5, stop=[])).result(60).sequences) == 2
+    for datum, trainer in zip(DATA, expected, strict=True):
+        last = list(datum.loss_fn_inputs["target_tokens"].data)[-1]
+        whole = types.ModelInput.from_ints([*datum.model_input.to_ints(), last])
+        assert tuned.compute_logprobs(whole).result(60)[1:] == pytest.approx(trainer, abs=1e-4)
+        assert sampler.compute_logprobs(whole).result(60)[1:] != pytest.approx(trainer, abs=1e-2)
+
+
+def test_more_workers_on_one_host_each_hear_their_own_bell(
+    deployment: Deployment, client: tinker.ServiceClient, sampler: tinker.SamplingClient
+) -> None:
+    deployment.scale(train=2, sample=2)
+    with deployment.database.read() as session:
+        workers = {row.id: row.roles for row in session.scalars(select(Worker))}
+    trainers = [worker_id for worker_id, roles in workers.items() if roles == ["train"]]
+    assert sorted(workers.values()) == [["sample"], ["sample"], ["train"], ["train"]]
+    assert {wake_queue(worker_id) for worker_id in trainers} <= _queues(deployment)
+    assert deployment.health() == (200, '{"status":"ok"}')
+
+    celery = Celery(broker=deployment.environment["REDIS_URL"], set_as_current=False)
+    for worker_id in trainers:
+        celery.send_task(operation_task("forward"), args=["no-such-run"], queue=wake_queue(worker_id))
+    celery.send_task(SAMPLE_TASK, args=["no-such-sample"], queue=sample_queue(POOL))
+    queues = [sample_queue(POOL), *map(wake_queue, trainers)]
+    wait_until(lambda: not deployment.redis.exists(*queues), timeout_s=5, what="every bell was heard")
+
+    runs = [client.create_lora_training_client(base_model=POOL, rank=4, seed=seed) for seed in range(4)]
+    params = types.SamplingParams(max_tokens=8, stop=[])
+    samples = [sampler.sample(PROMPT, 1, params) for _ in range(20)]
+    for run in [future.result(60) for future in runs]:
+        train(run, DATA, 2)
+    assert all(len(sample.result(60).sequences[0].tokens) == 8 for sample in samples)
+
+
+def test_a_terminated_train_worker_hands_its_run_over(
+    deployment: Deployment, client: tinker.ServiceClient, undisturbed: list[list[float]]
+) -> None:
+    deployment.scale(train=2)
+    underway = _Underway(client)
+    underway.wait_for_middle()
+    holder = _holder(deployment, underway.model_id)
+    assert holder is not None
+    leaving = deployment.process_of(holder)
+    leaving.terminate()
+    lease_s = Settings.model_fields["lease_s"].default
+    wait_until(
+        lambda: _holder(deployment, underway.model_id) not in (holder, None),
+        timeout_s=lease_s / 2,
+        what="another worker has the run, long before its lease would have run out",
+    )
+    assert underway.steps < STEPS
+    assert largest_gap(underway.result(), undisturbed) < 1e-3
+    assert leaving.wait(EXIT_S) == 0
+    with deployment.database.read() as session:
+        assert session.get(Worker, holder) is None
+    assert len(deployment.alive("train")) == 1
+
+
+def test_samples_of_a_killed_worker_are_answered_by_another(
+    deployment: Deployment, sampler: tinker.SamplingClient
+) -> None:
+    deployment.scale(sample=2)
+    workers = {process: deployment.worker_id(process) for process in deployment.alive("sample")}
+    params = types.SamplingParams(max_tokens=200, stop=[])
+    futures = [sampler.sample(PROMPT, 1, params) for _ in range(24)]
+
+    def busy() -> list[RoleProcess]:
+        return [process for process, worker_id in workers.items() if _claimed_by(deployment, worker_id) >= 3]
+
+    wait_until(busy, timeout_s=20, what="a worker has several requests in flight")
+    victim = busy()[0]
+    victim.kill()
+    killed = time.monotonic()
+    assert _claimed_by(deployment, workers[victim]) > 0
+    for future in futures:
+        assert len(future.result(60).sequences[0].tokens) == 200
+    assert time.monotonic() - killed < 20
+
+
+def test_health_names_the_role_whose_last_worker_died(deployment: Deployment) -> None:
+    _kill_all(deployment.alive("sample"))
+    wait_until(lambda: deployment.health()[0] == 503, timeout_s=20, what="healthz notices")
+    assert deployment.health()[1] == '{"status":"unavailable","missing":["no live sample worker for tiny"]}'
+    for route in ("livez", "readyz"):
+        assert httpx.get(f"{deployment.base_url}/{route}").status_code == 200
+
+
+def test_web_can_be_restarted_under_clients_that_wait(
+    deployment: Deployment,
+    client: tinker.ServiceClient,
+    sampler: tinker.SamplingClient,
+    undisturbed: list[list[float]],
+) -> None:
+    """A script trains, and a sample waits for a worker that is not there, while web goes and comes back."""
+    deployment.scale(train=1)
+    _kill_all(deployment.alive("sample"))
+    waiting = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=4, stop=[]))
+    wait_until(lambda: deployment.redis.zcard(unfinished_key(POOL)), timeout_s=10, what="the sample waits")
+    underway = _Underway(client)
+    underway.wait_for_middle()
+    (web,) = deployment.alive("web")
+    web.terminate()
+    deployment.run("sample")  # it takes longer to start than web has to end
+    web.wait(10)
+    assert not waiting.done() and underway.steps < STEPS
+    deployment.run("web")
+    assert len(waiting.result(60).sequences[0].tokens) == 4
+    assert largest_gap(underway.result(), undisturbed) < 1e-3
+    deployment.wait_healthy()
+
+
+def test_a_clean_shutdown_of_everything_leaves_no_worker_behind(deployment: Deployment) -> None:
+    deployment.scale(train=1, sample=1)
+    leaving = [deployment.alive(role)[0] for role in ("train", "sample", "beat")]
+    names = [deployment.worker_id(process) for process in leaving[:2]]
+    for process in leaving:
+        process.terminate()
+    assert [process.wait(EXIT_S) for process in leaving] == [0, 0, 0]
+    with deployment.database.read() as session:
+        assert not set(names) & set(session.scalars(select(Worker.id)))

@@ -1,0 +1,234 @@
+"""Operations that bring a pass or a whole worker down: they are given up, and nobody else pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.db import Database
+from app.runs.log import ACCEPTED, DONE
+from app.wire.types import LoraConfig
+from tests.unit.workers.train.train_lab import (
+    Client,
+    Killed,
+    Lab,
+    assert_close,
+    break_passes,
+    random_data,
+    residents,
+    state_of,
+)
+from workers.model.lora import Adapter
+from workers.train.loop import TrainLoop
+
+
+@pytest.fixture
+def lab(sqlite_url: str, tmp_path: Path) -> Iterator[Lab]:
+    database = Database(sqlite_url)
+    made = Lab(database, tmp_path)
+    yield made
+    made.close()
+    database.dispose()
+
+
+@pytest.fixture
+def each_lab(database: Database, tmp_path: Path) -> Iterator[Lab]:
+    made = Lab(database, tmp_path)
+    yield made
+    made.close()
+
+
+def crashes(client: Client) -> int:
+    row = client.row
+    return row.crash_count if row.crash_seq == row.applied_seq else 0
+
+
+def test_a_pass_that_fails_as_a_whole_is_given_up_at_the_third_time(
+    each_lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, sick, healthy = each_lab.worker(), each_lab.client(rank=2), each_lab.client(rank=3)
+    each_lab.work(loop)
+    bad = sick.send(random_data(1))
+    last = sick.optim_step(note=False)
+    healthy.train(1)
+    with monkeypatch.context() as patch:
+        raised = break_passes(patch, sick, RuntimeError("CUDA error"))
+        assert loop.cycle()
+        assert crashes(sick) == crashes(healthy) == 1
+        assert residents(loop) == set()
+        each_lab.work(loop)
+    assert raised == [2, 1, 1]
+    assert sick.error(bad)[0] == "server"
+    category, error = sick.error(last)
+    assert category == "user" and f"seq_id {bad}" in error
+    assert_close(state_of(loop, healthy), healthy.alone)
+    assert crashes(healthy) == 0
+    for client in (sick, healthy):
+        client.train(5)
+    each_lab.work(loop)
+    for client in (sick, healthy):
+        assert_close(state_of(loop, client), client.alone)
+
+
+def test_a_suspect_is_run_alone_while_others_go_on_together(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, sick = lab.worker(), lab.client(rank=2)
+    others = [lab.client(rank=rank) for rank in (3, 4)]
+    lab.work(loop)
+    sick.forward_backward(1)
+    with monkeypatch.context() as patch:
+        break_passes(patch, sick, RuntimeError("once"))
+        loop.cycle()
+    for client in others:
+        client.train(1)
+    sick.optim_step()
+    lab.work(loop)
+    assert crashes(sick) == 0
+    for client in (sick, *others):
+        assert_close(state_of(loop, client), client.alone)
+
+
+def die(lab: Lab, loop: TrainLoop) -> None:
+    """The worker dies in its next pass with the sick run."""
+    with pytest.raises(Killed):
+        for _ in range(10):
+            loop.cycle()
+    lab.kill(loop)
+
+
+def test_deaths_of_workers_are_counted_the_same_way(each_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = each_lab
+    first, sick, healthy = lab.worker(), lab.client(rank=2), lab.client(rank=3)
+    sick.train(1)
+    healthy.train(1)
+    lab.work(first)
+    bad = sick.send(random_data(1))
+    good, step = sick.forward_backward(2), sick.optim_step()
+    _, healthy_step = healthy.train(2)
+    with monkeypatch.context() as patch:
+        raised = break_passes(patch, sick, Killed())
+        die(lab, first)
+        for _ in range(2):
+            die(lab, lab.worker())
+        assert sick.operation(bad).state == ACCEPTED
+        patch.undo()
+        fourth = lab.worker()
+        lab.work(fourth)
+    assert healthy.operation(healthy_step).state == DONE
+    assert raised == [3, 1, 1]
+    assert sick.error(bad)[0] == "server"
+    assert sick.operation(good).state == DONE
+    assert sick.metrics(step)["failed_operations"] == 1
+    for client in (sick, healthy):
+        client.train(3)
+    lab.work(fourth)
+    for client in (sick, healthy):
+        assert_close(state_of(fourth, client), client.alone)
+
+
+@pytest.mark.parametrize("kind", ["forward_backward", "optim_step", "save"])
+def test_after_a_death_the_run_is_what_it_was_when_its_operation_was_given_up(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    first, client = lab.worker(), lab.client(rank=2)
+    client.forward_backward(1)
+    lab.work(first)
+    bad = {"forward_backward": lambda: client.send(random_data(9)), "save": lambda: client.save("bad")}.get(
+        kind, lambda: client.optim_step(note=False)
+    )()
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            for name in ("forward", "step", "control"):
+                patch.setattr(f"workers.train.execute.Executor.{name}", broken)
+            assert first.cycle()
+        lab.restore(first, client)
+    lab.work(first)
+    assert client.error(bad)[0] == "server"
+    live = state_of(first, client)
+    lab.kill(first)
+    second = lab.worker()
+    lab.restore(second, client)
+    assert state_of(second, client).same_bits(live)
+
+
+def broken(*_: object, **__: object) -> None:
+    raise RuntimeError("CUDA error")
+
+
+def test_a_creation_that_is_given_up_fails_the_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, client, other = lab.worker(), lab.client(rank=2), lab.client(rank=3)
+    _, step = client.train(1)
+    real = lab.base.new_adapter
+
+    def breaking(config: LoraConfig) -> Adapter:
+        if config.rank == client.rank:
+            raise Killed
+        return real(config)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.base, "new_adapter", breaking)
+        for _ in range(3):
+            die(lab, lab.worker())
+    other.train(1)
+    lab.work(loop)
+    assert client.error(0)[0] == "server"
+    assert client.row.failed
+    assert client.error(step)[0] == "user"
+    assert_close(state_of(loop, other), other.alone)
+
+
+def test_a_body_that_is_lost_stops_no_other_run(lab: Lab) -> None:
+    lab.settings.inline_bytes = 64
+    loop, sick, healthy = lab.worker(), lab.client(rank=2), lab.client(rank=3)
+    lab.work(loop)
+    bad = sick.send(random_data(1))
+    blob = sick.operation(bad).body_blob
+    assert blob is not None
+    lab.blobs.delete(blob)
+    healthy.train(1)
+    lab.work(loop)
+    assert sick.error(bad)[0] == "server"
+    assert_close(state_of(loop, healthy), healthy.alone)
+    sick.train(2)
+    lab.work(loop)
+    assert_close(state_of(loop, sick), sick.alone)
+
+
+def test_deaths_at_one_operation_are_not_counted_to_the_others_that_wait(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, sick = lab.worker(), lab.client(rank=2)
+    others = [lab.client(rank=rank) for rank in (3, 4, 5)]
+    lab.work(first)
+    with monkeypatch.context() as patch:
+        break_passes(patch, sick, Killed())
+        bad = sick.send(random_data(1))
+        for client in others:
+            client.train(1)
+        die(lab, first)
+        for _ in range(2):
+            die(lab, lab.worker())
+            assert all(crashes(client) <= 1 for client in others)
+    loop = lab.worker()
+    lab.work(loop)
+    assert sick.error(bad)[0] == "server"
+    for client in others:
+        client.train(2)
+    lab.work(loop)
+    for client in others:
+        assert_close(state_of(loop, client), client.alone)
+
+
+def test_a_suspect_that_waits_for_a_missing_request_keeps_no_other_waiting(lab: Lab) -> None:
+    first, waiting, ready = lab.worker(), lab.client(rank=2), lab.client(rank=3)
+    lab.work(first)
+    waiting.forward_backward(2, seq_id=2)
+    ready.train(1)
+    lab.kill(first)
+    second = lab.worker()
+    lab.work(second)
+    assert ready.row.applied_seq == 2
+    waiting.forward_backward(1, seq_id=1)
+    lab.work(second)
+    assert waiting.row.applied_seq == 2
