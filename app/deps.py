@@ -19,6 +19,7 @@ from app.fleet.doorbells import DoorbellPublisher
 from app.futures.service import FutureService
 from app.futures.waiters import Waiters
 from app.runs.service import RunService
+from app.sampling.accepted import AcceptedSamples
 from app.sampling.futures import SampleFutures
 from app.sampling.service import SamplingService
 from app.settings import Settings
@@ -40,6 +41,7 @@ class Services:
     runs: RunService
     sampling: SamplingService
     samples: SampleFutures
+    accepted: AcceptedSamples
     futures: FutureService
     waiters: Waiters
     owner_lookups: SharedLookups[str] = field(default_factory=SharedLookups)

@@ -30,12 +30,13 @@ from app.fleet.routes import router as fleet_routes
 from app.futures.batch import router as batch_routes
 from app.futures.routes import router as future_routes
 from app.futures.service import FutureService
-from app.futures.waiters import Waiters
+from app.futures.waiters import Listener, Waiters
 from app.responses import json_response
 from app.runs.catalogue_routes import router as run_catalogue_routes
 from app.runs.routes import router as run_routes
 from app.runs.service import RunService
-from app.sampling.feeds import CompletionFeeds
+from app.sampling.accepted import AcceptedSamples
+from app.sampling.feeds import TOLD_CHANNEL, CompletionFeeds
 from app.sampling.futures import SampleFutures
 from app.sampling.routes import router as sampling_routes
 from app.sampling.service import SamplingService
@@ -43,6 +44,7 @@ from app.sampling.store import SampleInbox
 from app.sessions.catalogue_routes import router as session_catalogue_routes
 from app.sessions.routes import router as session_routes
 from app.settings import Settings, get_settings
+from app.shutdown import before_exit
 from app.storage.blobs import get_blob_store
 from app.telemetry.logs import configure_logs
 
@@ -72,7 +74,9 @@ def make_services(settings: Settings, database: Database) -> Services:
         result_ttl_s=settings.sample_ttl_s,
         keep_feeds=settings.sample_use_retrieve_futures,
     )
-    samples = SampleFutures(database, inbox, CompletionFeeds(redis))
+    feeds = CompletionFeeds(redis)
+    samples = SampleFutures(database, inbox, feeds)
+    accepted = AcceptedSamples(feeds, remember=settings.sample_use_retrieve_futures)
     futures = FutureService(database, blobs, samples)
     return Services(
         settings=settings,
@@ -83,8 +87,9 @@ def make_services(settings: Settings, database: Database) -> Services:
         runs=RunService(database, blobs, settings),
         sampling=SamplingService(database, inbox),
         samples=samples,
+        accepted=accepted,
         futures=futures,
-        waiters=Waiters(subscription, futures.find_finished, samples.recover),
+        waiters=Waiters(subscription, futures.find_finished, [Listener(TOLD_CHANNEL, accepted.told, accepted.recover)]),
     )
 
 
@@ -93,7 +98,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
     services.doorbells.start()
     services.waiters.start()
-    yield
+    with before_exit(services.waiters.release):
+        yield
     await services.waiters.stop()
     await asyncio.to_thread(services.doorbells.stop)
     await services.redis.aclose()

@@ -64,7 +64,7 @@ class Settings(BaseSettings):
     sample_max_concurrent_requests: int = Field(2000, ge=1, description="In-flight samples per sampling client")
     sample_use_retrieve_futures: bool = Field(
         False,
-        description="One poll per sampling client, not one per sample; only with a Redis that survives restarts",
+        description="One poll per sampling client, not per sample; for a Redis that does not die together with web",
     )
     sample_join_sampling_session: bool = Field(
         False, description="Copies of a sampling client ask for their number instead of drawing one"

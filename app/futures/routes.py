@@ -24,6 +24,7 @@ log = structlog.get_logger(__name__)
 _SPREAD = 1.15
 """Polls that came together do not all end, and come again, together."""
 _HOLD_AT_MOST_S = 30.0
+_LAST_HOLD_S = 0.2
 
 
 def _try_again(request_id: str, state: QueueState) -> Response:
@@ -77,6 +78,9 @@ async def _look_up(owner_id: str, body: RetrieveFuture, services: Services) -> A
 
 async def _wait(done: asyncio.Event, owner_id: str, body: RetrieveFuture, services: Services) -> Answer | None:
     hold_s = min(_HOLD_AT_MOST_S, services.settings.poll_hold_s * random.uniform(1.0, _SPREAD))
+    if services.waiters.stopping:  # the client asks again on a connection that the server has not closed yet
+        await asyncio.sleep(_LAST_HOLD_S)
+        return None
     deadline = asyncio.get_running_loop().time() + hold_s
     while (left_s := deadline - asyncio.get_running_loop().time()) > 0:
         try:

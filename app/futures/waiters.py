@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -30,23 +31,28 @@ _STOP_AGAIN_S = 0.2
 V = TypeVar("V")
 
 FindFinished = Callable[[Sequence[str]], Awaitable[set[str]]]
-Recover = Callable[[Sequence[str]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Somebody else who hears notices by the same subscription: lines of text on a channel of his own. `recover` is
+    awaited after every new subscription: notices, or all that Redis held, may have been lost."""
+
+    channel: str
+    hear: Callable[[list[str]], None]
+    recover: Callable[[], Awaitable[None]]
 
 
 class Waiters:
-    """The polls that wait in this process, by request id, or by the feed that tells of many requests.
+    """The polls that wait in this process, by request id, or by the feed that tells of many requests."""
 
-    `recover` is given, after every new subscription, what was accepted here and not announced: Redis may have lost it.
-    """
-
-    def __init__(self, redis: Redis, find_finished: FindFinished, recover: Recover | None = None) -> None:
+    def __init__(self, redis: Redis, find_finished: FindFinished, listeners: Sequence[Listener] = ()) -> None:
         self._redis = redis
         self._find_finished = find_finished
-        self._recover = recover
+        self._listeners = {listener.channel: listener for listener in listeners}
         self._waiting: dict[str, set[asyncio.Event]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._expected: OrderedDict[str, str] = OrderedDict()
-        self._accepted: OrderedDict[str, None] = OrderedDict()
         self._announced: OrderedDict[str, None] = OrderedDict()
         self.stopping = False
 
@@ -62,13 +68,17 @@ class Waiters:
             for task in running:
                 task.cancel()
             _, running = await asyncio.wait(running, timeout=_STOP_AGAIN_S)
+        self.release()
+
+    def release(self) -> None:
+        """Let every poll answer what it has, for most of them 408, and no new one wait."""
+        self.stopping = True
         self.wake(list(self._waiting))
 
     def expect(self, request_id: str, owner_id: str) -> None:
         """This process has just accepted the request: until its notice comes, a poll need not look it up to wait."""
         if request_id not in self._announced:
             _remember(self._expected, request_id, owner_id)
-            _remember(self._accepted, request_id, None)
 
     def is_expected(self, request_id: str, owner_id: str) -> bool:
         """Whether the owner's future was accepted here and no notice of it has come since."""
@@ -91,24 +101,29 @@ class Waiters:
         """Wake the polls of these futures, of the feeds that they belong to, and of these feeds."""
         for name in names:
             self._expected.pop(name, None)
-            self._accepted.pop(name, None)
             _remember(self._announced, name, None)
             for waiting in (name, feed_of(name)):
                 for event in self._waiting.get(waiting, ()):
                     event.set()
 
+    def _hear(self, channel: str, lines: list[str]) -> None:
+        if channel == DONE_CHANNEL:
+            self.wake(lines)
+        else:
+            self._listeners[channel].hear(lines)
+
     async def _listen(self) -> None:
         while True:
             try:
                 async with self._redis.pubsub() as channel:
-                    await channel.subscribe(DONE_CHANNEL)
+                    await channel.subscribe(DONE_CHANNEL, *self._listeners)
                     self._expected.clear()
-                    if self._recover is not None and self._accepted:
-                        await self._recover(list(self._accepted))
+                    for listener in self._listeners.values():
+                        await listener.recover()
                     await self._wake_finished()
                     async for message in channel.listen():
                         if message["type"] == "message":
-                            self.wake(message["data"].decode().split("\n"))
+                            self._hear(message["channel"].decode(), message["data"].decode().split("\n"))
             except (RedisError, OSError) as error:
                 self._expected.clear()
                 log.warning("subscription_lost", error=type(error).__name__)

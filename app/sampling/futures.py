@@ -71,10 +71,6 @@ class SampleFutures:
         own = [request_id for request_id in request_ids if _session_of(request_id) == sampling_session_id]
         await _redis(self._feeds.forget(own))
 
-    async def recover(self, request_ids: Sequence[str]) -> None:
-        """Redis was away: tell what it has lost of the samples that were accepted here."""
-        await self._feeds.declare_lost([request_id for request_id in request_ids if SAMPLE_MARK in request_id])
-
     def pool_of(self, request_id: str) -> str | None:
         """The pool that samples a request, if it is known here."""
         known = self._samplers.get(_session_of(request_id))

@@ -48,5 +48,6 @@ async def asample(body: Sample, owner_id: OwnerDep, services: ServicesDep) -> Fu
     submitted = await services.sampling.submit(owner_id, body)
     if submitted.is_new:
         services.waiters.expect(submitted.request_id, owner_id)
+        services.accepted.add(submitted.request_id)
         services.doorbells.ring_sample(request_id=submitted.request_id, pool=submitted.pool)
     return Future(request_id=submitted.request_id, sample_sequence_ids=submitted.sequence_ids)

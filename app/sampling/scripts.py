@@ -142,12 +142,15 @@ return {size, first, redis.call('EXISTS', KEYS[2])}
 READ_FEED = (
     _SHARED
     + f"""
-local feed, cursor, limit, look_every_ms, look_limit = unpack(ARGV)
+local feed, cursor, limit, look_every_ms, look_limit, told_channel = unpack(ARGV)
 local log, open = feed .. ':log', feed .. ':open'
 redis.call('SET', feed .. ':polled', 1, 'EX', {FEED_TTL_S})
-for _, entry in ipairs(redis.call('ZRANGEBYSCORE', log, '-inf', cursor)) do
-  redis.call('ZREM', open, string.match(entry, '^%S+ (.*)$'))
+local told = {{}}
+for i, entry in ipairs(redis.call('ZRANGEBYSCORE', log, '-inf', cursor)) do
+  told[i] = string.match(entry, '^%S+ (.*)$')
+  redis.call('ZREM', open, told[i])
 end
+if #told > 0 then redis.call('PUBLISH', told_channel, table.concat(told, '\\n')) end
 redis.call('ZREMRANGEBYSCORE', log, '-inf', '(' .. cursor)
 if redis.call('SET', feed .. ':looked', 1, 'NX', 'PX', look_every_ms) then
   for _, id in ipairs(redis.call('ZRANGE', open, 0, look_limit - 1)) do
@@ -170,16 +173,19 @@ for i, id in ipairs(ARGV) do
 end
 """
 
-DECLARE_LOST = (
+REMIND = (
     _SHARED
     + """
 local over = {}
 for i = 2, #ARGV, 2 do
-  local id = ARGV[i]
-  if is_lost(id) then announce(ARGV[i + 1], id, 'x') end
-  if redis.call('EXISTS', 'sample:' .. id .. ':request') == 0
-      or redis.call('EXISTS', 'sample:' .. id .. ':result') == 1 then
+  local id, feed = ARGV[i], ARGV[i + 1]
+  local result = 'sample:' .. id .. ':result'
+  local size = redis.call('STRLEN', result)
+  local entry = 'x'
+  if size > 0 and redis.call('GETRANGE', result, 0, 0) == 'p' then entry = 'f' .. (size - 1) end
+  if size > 0 or is_lost(id) then
     over[#over + 1] = id
+    if not redis.call('ZSCORE', feed .. ':log', entry .. ' ' .. id) then announce(feed, id, entry) end
   end
 end
 if #over > 0 then redis.call('PUBLISH', ARGV[1], table.concat(over, '\\n')) end

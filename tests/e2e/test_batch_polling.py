@@ -90,6 +90,8 @@ def test_a_copy_in_another_process_gets_a_number_of_its_own(sampler: tinker.Samp
 def test_cancelling_frees_the_engine(sampler: tinker.SamplingClient) -> None:
     """Endless samples fill the engine many times over; once they are cancelled, a short one is served."""
     endless = [sampler.sample(PROMPT, 64, ENDLESS) for _ in range(8)]
+    poller = sampler._futures_poller
+    wait_until(lambda: len(poller._events) == 8, timeout_s=10, what="all are accepted")
     waiting = sampler.sample(PROMPT, 1, SHORT)
     with pytest.raises(TimeoutError):
         waiting.result(1)

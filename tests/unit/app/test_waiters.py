@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 from fakeredis import FakeServer
@@ -11,7 +12,7 @@ from fakeredis.aioredis import FakeRedis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from app.futures import waiters as module
-from app.futures.waiters import DONE_CHANNEL, Waiters
+from app.futures.waiters import DONE_CHANNEL, Listener, Waiters
 from app.sampling.keys import feed_key
 
 
@@ -221,25 +222,55 @@ def test_a_notice_wakes_whoever_waits_for_the_feed_of_its_client(no_sweep: None)
     run(test)
 
 
-def test_after_every_subscription_it_is_asked_what_became_of_accepted_futures(no_sweep: None) -> None:
+def test_a_listener_hears_his_channel_and_recovers_after_every_subscription(no_sweep: None) -> None:
     async def body() -> None:
-        asked: list[list[str]] = []
+        heard: list[str] = []
+        recovered: list[int] = []
 
-        async def recover(request_ids: Sequence[str]) -> None:
-            asked.append(list(request_ids))
-            if len(asked) < 3:
+        async def recover() -> None:
+            recovered.append(len(recovered))
+            if len(recovered) < 3:
                 raise RedisConnectionError("away again")
 
         redis = FakeRedis(server=FakeServer())
-        waiters = Waiters(redis, Store().find, recover)
-        for request_id in ("a", "b", "c"):
-            waiters.expect(request_id, "alice")
-        waiters.wake(["b"])
+        waiters = Waiters(redis, Store().find, [Listener("news", heard.extend, recover)])
         waiters.start()
         async with asyncio.timeout(10):
-            while len(asked) < 3:
+            while len(recovered) < 3 or not (await redis.pubsub_numsub("news"))[0][1]:
+                await asyncio.sleep(0.01)
+            await redis.publish("news", "a\nb")
+            while heard != ["a", "b"]:
                 await asyncio.sleep(0)
         await waiters.stop()
-        assert asked == [["a", "c"]] * 3
+
+    asyncio.run(body())
+
+
+class DeafRedis(FakeRedis):
+    """Takes a cancellation for a broken connection, as a client may that is just connecting."""
+
+    cancelled = 0
+
+    @contextlib.asynccontextmanager
+    async def pubsub(self) -> AsyncIterator[None]:  # type: ignore[override]
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            if self.cancelled == 1:
+                raise RedisConnectionError("lost") from None
+            raise
+        yield
+
+
+def test_stopping_ends_even_when_a_cancellation_is_lost(no_sweep: None) -> None:
+    async def body() -> None:
+        redis = DeafRedis(server=FakeServer())
+        waiters = Waiters(redis, Store().find)
+        waiters.start()
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await waiters.stop()
+        assert redis.cancelled > 0
 
     asyncio.run(body())
