@@ -78,7 +78,12 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("TINKER_API_KEY", "tml-local")
 
-    service_client = tinker.ServiceClient(base_url=options.base_url)
+    with tinker.ServiceClient(base_url=options.base_url) as service_client:  # its end tells the server that we are done
+        teach(service_client, options)
+
+
+def teach(service_client: tinker.ServiceClient, options: argparse.Namespace) -> None:
+    """The whole of it: a training client, steps, a sampling client."""
     training_client = service_client.create_lora_training_client(
         base_model=options.model, rank=options.rank, seed=options.seed
     ).result()

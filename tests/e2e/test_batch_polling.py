@@ -74,11 +74,12 @@ def test_copies_of_a_client_sample_side_by_side(sampler: tinker.SamplingClient) 
 
 def test_a_copy_in_another_process_gets_a_number_of_its_own(sampler: tinker.SamplingClient) -> None:
     program = (
-        "import pickle, sys; from tinker import types\n"
+        "import os, pickle, sys; from tinker import types\n"
         "client = pickle.loads(sys.stdin.buffer.read())\n"
         "params = types.SamplingParams(max_tokens=4, stop=[])\n"
         "print(len(client.sample(types.ModelInput.from_ints([50]), 1, params).result(60).sequences[0].tokens))\n"
-        "print(client._cloned_sampler_id)\n"
+        "print(client._cloned_sampler_id, flush=True)\n"
+        "os._exit(0)\n"  # now and then the SDK's transport aborts while the interpreter takes itself down
     )
     done = subprocess.run(
         [sys.executable, "-c", program], input=pickle.dumps(sampler), capture_output=True, timeout=120, check=True

@@ -276,4 +276,4 @@ def test_the_command_line_tells_what_is_refused(ada: Tenant) -> None:
 def test_the_command_works_in_a_process_of_its_own(ada: Tenant) -> None:
     command = [Path(sys.executable).with_name("tinker"), "checkpoint", "list"]
     result = subprocess.run(command, env={**os.environ, **ada.environment}, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, "No checkpoints found" in result.stdout) == (0, True), result.stderr
+    assert "No checkpoints found" in result.stdout, result.stderr  # not the exit code: see `cli` in test_tokens
