@@ -24,8 +24,8 @@ class SupportedModel(BaseModel):
 
     model_name: str
     max_context_length: int
-    trainable: bool = True
-    sampleable: bool = True
+    trainable: bool
+    sampleable: bool
 
 
 class Capabilities(BaseModel):
@@ -34,18 +34,24 @@ class Capabilities(BaseModel):
     supported_models: list[SupportedModel]
 
 
-def _served(services: Services) -> list[service.ServedModel]:
+def _supported(services: Services) -> list[SupportedModel]:
     with services.database.read() as session:
-        return service.served_models(session)
+        roles = service.roles_by_pool(session)
+        return [
+            SupportedModel(
+                model_name=model.name,
+                max_context_length=model.context_length,
+                trainable="train" in roles.get(model.pool, ()),
+                sampleable="sample" in roles.get(model.pool, ()),
+            )
+            for model in service.served_models(session)
+        ]
 
 
 @router.get("/api/v1/get_server_capabilities")
 async def get_server_capabilities(owner_id: OwnerDep, services: ServicesDep) -> Capabilities:
-    """The base models that are served, by each of their names."""
-    models = await in_thread(_served, services)
-    return Capabilities(
-        supported_models=[SupportedModel(model_name=m.name, max_context_length=m.context_length) for m in models]
-    )
+    """The base models that are served, by each of their names, and what their workers do."""
+    return Capabilities(supported_models=await in_thread(_supported, services))
 
 
 @router.get("/livez")

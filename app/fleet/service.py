@@ -44,6 +44,14 @@ def served_models(session: Session) -> list[ServedModel]:
     return [_served(name, model) for name, model in session.execute(query)]
 
 
+def roles_by_pool(session: Session) -> dict[str, set[str]]:
+    """What each pool's workers do. One that died counts until its row is tidied away: it is expected back."""
+    roles: dict[str, set[str]] = {}
+    for pool, of_worker in session.execute(select(Worker.pool, Worker.roles)):
+        roles.setdefault(pool, set()).update(of_worker)
+    return roles
+
+
 def find_model(session: Session, name: str) -> ServedModel | None:
     """The model that clients call `name`."""
     row = session.execute(

@@ -180,7 +180,9 @@ class SamplingService:
 
 def _checked(body: Sample, request_id: str, model: ServedModel) -> SampleRequest:
     """The internal form of a sample that `model` can take. Raises InvalidRequest, naming the field."""
-    for field in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+    if body.target_prompt_logprobs is not None:  # also an empty one: nothing is ignored
+        raise InvalidRequest("target_prompt_logprobs: not supported by this server")
+    for field in ("prompt_alt_tokens_k", "record_stability_info"):
         if getattr(body, field):
             raise InvalidRequest(f"{field}: not supported by this server")
     prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]

@@ -73,6 +73,16 @@ def test_models_are_listed_by_each_of_their_names(api: Api) -> None:
     assert all(model["max_context_length"] > 0 for model in models)
 
 
+def test_a_model_can_do_what_its_workers_do(api: Api) -> None:
+    with api.database.write() as session:
+        add_model(session, pool="large", names=["large"])
+        add_model(session, pool="lonely", names=["lonely"])
+        add_worker(session, pool="large", roles=["sample"])
+    models = api.get("/api/v1/get_server_capabilities").json()["supported_models"]
+    can = {model["model_name"]: (model["trainable"], model["sampleable"]) for model in models}
+    assert can == {"tiny": (True, True), "large": (False, True), "lonely": (False, False)}
+
+
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/api/v1/healthz"])
 def test_health_needs_no_key(api: Api, path: str) -> None:
     assert api.client.get(path).status_code == 200

@@ -180,6 +180,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "field": ({"logit_bias": {}}, "logit_bias: unknown field"),
     "alternatives": ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k: not supported"),
     "targets": ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs: not supported"),
+    "empty targets": ({"target_prompt_logprobs": {}}, "target_prompt_logprobs: not supported"),
     "stability": ({"record_stability_info": True}, "record_stability_info: not supported"),
     "model": ({"base_model": "tiny"}, "base_model"),
 }
