@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
@@ -25,6 +25,9 @@ from app.runs.log import Failure, Finished, Payload
 from app.runs.models import Operation, Run
 from app.sampling import service as sampling
 from tests import factories
+
+if TYPE_CHECKING:
+    from tests.unit.workers.train.train_lab import Lab
 
 PROTOBUF = "application/x-protobuf"
 
@@ -166,3 +169,25 @@ def batch() -> Callable[..., bytes]:
 def idempotency_key() -> str:
     """A key as the SDK makes it."""
     return f"stainless-python-retry-{uuid.uuid4()}"
+
+
+@pytest.fixture
+def lab(sqlite_url: str, tmp_path: Path) -> Iterator[Lab]:
+    """Train loops turned by hand, on SQLite."""
+    from tests.unit.workers.train.train_lab import Lab  # torch, for those who need it
+
+    database = Database(sqlite_url)
+    made = Lab(database, tmp_path)
+    yield made
+    made.close()
+    database.dispose()
+
+
+@pytest.fixture
+def each_lab(database: Database, tmp_path: Path) -> Iterator[Lab]:
+    """Train loops turned by hand, on both databases."""
+    from tests.unit.workers.train.train_lab import Lab
+
+    made = Lab(database, tmp_path)
+    yield made
+    made.close()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from sqlalchemy import select, update
@@ -12,7 +11,7 @@ from sqlalchemy import select, update
 from app.checkpoints import service as checkpoints
 from app.checkpoints.models import Snapshot
 from app.checkpoints.service import snapshot_folder
-from app.db import Database, utc_now
+from app.db import utc_now
 from app.runs.log import ACCEPTED, DONE
 from app.runs.models import Operation, Run
 from app.sessions.models import ClientSession
@@ -22,22 +21,6 @@ from workers.train import recovery
 from workers.train.loop import TrainLoop
 
 OFTEN, NEVER = {"snapshot_operations": 2}, {"snapshot_operations": 10_000}
-
-
-@pytest.fixture
-def lab(sqlite_url: str, tmp_path: Path) -> Iterator[Lab]:
-    database = Database(sqlite_url)
-    made = Lab(database, tmp_path)
-    yield made
-    made.close()
-    database.dispose()
-
-
-@pytest.fixture
-def each_lab(database: Database, tmp_path: Path) -> Iterator[Lab]:
-    made = Lab(database, tmp_path)
-    yield made
-    made.close()
 
 
 Act = Callable[[Client], object]

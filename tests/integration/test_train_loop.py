@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 
 from app.checkpoints.models import Snapshot
-from app.db import Database
 from app.runs import log
 from app.runs.log import ACCEPTED, DONE, FAILED
 from app.wire import tinker_pb2 as pb
@@ -32,22 +29,6 @@ from tests.unit.workers.train.train_lab import (
 from workers.model.forward import run_pass
 from workers.train import execute, snapshots
 from workers.train.loop import TrainLoop
-
-
-@pytest.fixture
-def lab(sqlite_url: str, tmp_path: Path) -> Iterator[Lab]:
-    database = Database(sqlite_url)
-    made = Lab(database, tmp_path)
-    yield made
-    made.close()
-    database.dispose()
-
-
-@pytest.fixture
-def each_lab(database: Database, tmp_path: Path) -> Iterator[Lab]:
-    made = Lab(database, tmp_path)
-    yield made
-    made.close()
 
 
 def test_a_pipelined_script_gives_what_torch_gives(each_lab: Lab) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from app.db import Database
 from app.runs.log import ACCEPTED, DONE
 from app.wire.types import LoraConfig
 from tests.unit.workers.train.train_lab import (
@@ -22,22 +18,6 @@ from tests.unit.workers.train.train_lab import (
 )
 from workers.model.lora import Adapter
 from workers.train.loop import TrainLoop
-
-
-@pytest.fixture
-def lab(sqlite_url: str, tmp_path: Path) -> Iterator[Lab]:
-    database = Database(sqlite_url)
-    made = Lab(database, tmp_path)
-    yield made
-    made.close()
-    database.dispose()
-
-
-@pytest.fixture
-def each_lab(database: Database, tmp_path: Path) -> Iterator[Lab]:
-    made = Lab(database, tmp_path)
-    yield made
-    made.close()
 
 
 def crashes(client: Client) -> int:

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 from sqlalchemy import func, select, update
 
 from app.checkpoints.models import Checkpoint, Snapshot
 from app.checkpoints.service import snapshot_folder
-from app.db import Database
 from app.runs.log import DONE
 from app.runs.models import Run
 from app.sampling.models import SamplingSession
 from tests.unit.workers.train.train_lab import Client, Lab, assert_close, residents, state_of
 from workers.train import snapshots
-
-
-@pytest.fixture
-def lab(sqlite_url: str, tmp_path: Path) -> Iterator[Lab]:
-    database = Database(sqlite_url)
-    made = Lab(database, tmp_path)
-    yield made
-    made.close()
-    database.dispose()
-
-
-@pytest.fixture
-def each_lab(database: Database, tmp_path: Path) -> Iterator[Lab]:
-    made = Lab(database, tmp_path)
-    yield made
-    made.close()
 
 
 def count(lab: Lab, table: type[Snapshot] | type[Checkpoint]) -> int:
