@@ -30,7 +30,8 @@ from app.storage.blobs import BlobMissing, BlobStore
 from workers.model.base import BaseModel
 from workers.threads import use_threads
 from workers.train import lease
-from workers.train.execute import Bodies, Effect, Executor, give_up
+from workers.train.effects import Bodies, Effect
+from workers.train.execute import Executor, give_up
 from workers.train.lease import Lease
 from workers.train.planner import STEP_KIND, Plan, RunQueue, plan
 from workers.train.recovery import SnapshotWriter, restore

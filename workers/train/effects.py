@@ -1,0 +1,60 @@
+"""What became of an operation, and how an error of its execution is told to its client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from sqlalchemy.orm import Session
+
+from app.billing.meter import UsageKind
+from app.errors import InvalidRequest
+from app.runs.log import Failure, Ready
+from workers.train.slots import RunState, Slot
+from workers.train.snapshots import BadSnapshot
+
+log = structlog.get_logger(__name__)
+
+Bodies = Mapping[tuple[str, int], bytes]
+"""Request bodies by `(model_id, seq_id)`."""
+
+
+@dataclass(slots=True)
+class Effect:
+    """What became of an operation. `rows` are written, `run_values` set, and `usage` is counted in the commit that
+    finishes it."""
+
+    operation: Ready
+    result: bytes | None = None
+    result_kind: str = "json"
+    failure: Failure | None = None
+    rows: list[Callable[[Session], None]] = field(default_factory=list)
+    run_values: dict[str, Any] = field(default_factory=dict)
+    usage: dict[UsageKind, int] = field(default_factory=dict)
+
+
+class NoState(Exception):
+    """The run's creation failed on the worker, so there is nothing to operate on."""
+
+
+def state_of(slot: Slot) -> RunState:
+    if slot.state is None:
+        raise NoState
+    return slot.state
+
+
+def failure_of(operation: Ready, error: Exception) -> Failure:
+    if isinstance(error, InvalidRequest):
+        return Failure(error.detail, error.category)
+    if isinstance(error, BadSnapshot):
+        return Failure(f"{operation.kind}: {error}", "user")
+    if isinstance(error, NoState):
+        return Failure("model_id: the run takes no operations, since its creation failed", "user")
+    return _server_failure(operation, error)
+
+
+def _server_failure(operation: Ready, error: Exception) -> Failure:
+    log.error("operation_failed", model_id=operation.model_id, seq_id=operation.seq_id, exc_info=error)
+    return Failure(f"{operation.kind} failed on the server ({type(error).__name__}); its log has the details", "server")
