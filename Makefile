@@ -13,7 +13,7 @@ help:
 	@echo "make test      the fast tests"
 	@echo "make test-all  all tests"
 	@echo "make lint      ruff, mypy, the layering rules"
-	@echo "make proto     regenerate app/wire/tinker_pb2.py"
+	@echo "make proto     compile app/wire/tinker.proto anew; the install has done it once"
 	@echo "make clean     remove what install, tests and tools have made"
 
 install:
@@ -36,8 +36,8 @@ lint: install
 
 proto:
 	$(PYTHON) -m venv build/protoc
-	build/protoc/bin/pip install --quiet grpcio-tools==1.75.1
-	build/protoc/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. app/wire/tinker.proto
+	build/protoc/bin/pip install --quiet 'setuptools>=77' grpcio-tools==1.75.1
+	build/protoc/bin/python setup.py --quiet build_proto
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,7 +5,7 @@ cannot be imported without them. Here a torch that can be imported is kept; a ma
 default build; any other gets a CPU build: the one that pip finds by itself, else the one of PyTorch's own index.
 Everything else is installed with torch held fixed.
 
-Does nothing, quickly, when it has run before and pyproject.toml is the same. Needs the standard library only.
+Does nothing, quickly, when it has run before and what it installs is the same. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+INPUTS = (ROOT / "pyproject.toml", ROOT / "setup.py", ROOT / "app" / "wire" / "tinker.proto", Path(__file__))
+COMPILED_PROTO = ROOT / "app" / "wire" / "tinker_pb2.py"
 OLDEST_PYTHON = (3, 11)
 TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -50,11 +52,12 @@ class Installer:
 
     def is_done(self) -> bool:
         """Whether this very project was installed here."""
-        return self.python.exists() and self.stamp.exists() and self.stamp.read_text() == self.fingerprint()
+        made = (self.python, self.stamp, COMPILED_PROTO)
+        return all(path.exists() for path in made) and self.stamp.read_text() == self.fingerprint()
 
     def fingerprint(self) -> str:
         """Changes when there is something to install."""
-        inputs = [(ROOT / "pyproject.toml").read_bytes(), Path(__file__).read_bytes(), str(ROOT).encode()]
+        inputs = [*(path.read_bytes() for path in INPUTS), str(ROOT).encode()]
         return hashlib.sha256(b"\0".join([*inputs, self.extras.encode()])).hexdigest()
 
     def make_venv(self) -> None:
