@@ -6,14 +6,15 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-all lint proto clean
+.PHONY: help install demo test test-all lint proto compatibility clean
 
 help:
 	@echo "make demo      install, then train and sample a tiny model through the official SDK"
 	@echo "make test      the fast tests"
 	@echo "make test-all  all tests"
 	@echo "make lint      ruff, mypy, the layering rules"
-	@echo "make proto     compile app/wire/tinker.proto anew; the install has done it once"
+	@echo "make proto     compile app/wire/*.proto anew; the install has done it once"
+	@echo "make compatibility  write docs/compatibility.md anew"
 	@echo "make clean     remove what install, tests and tools have made"
 
 install:
@@ -38,6 +39,9 @@ proto:
 	$(PYTHON) -m venv build/protoc
 	build/protoc/bin/pip install --quiet 'setuptools>=77' grpcio-tools==1.75.1
 	build/protoc/bin/python setup.py --quiet build_proto
+
+compatibility: install
+	TINWORKS_WRITE_DOCS=1 $(BIN)/python -m pytest tests/e2e/test_every_sdk_method.py -k page
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

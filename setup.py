@@ -1,4 +1,4 @@
-"""Compiles `app/wire/tinker.proto` when Tinworks is built or installed, editable too. All else is in pyproject.toml."""
+"""Compiles the `.proto` files of `app/wire` when Tinworks is built or installed, editable too. All else is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from setuptools import Command, setup
 from setuptools.command.build import build
 
 ROOT = Path(__file__).resolve().parent
-PROTO = "app/wire/tinker.proto"
+PROTOS = ("app/wire/tinker.proto", "app/wire/perfetto.proto")
 
 
 class BuildProto(Command):
-    """Writes `tinker_pb2.py` and its type stub beside the `.proto`, before packages are collected."""
+    """Writes `<name>_pb2.py` and its type stub beside each `.proto`, before packages are collected."""
 
-    description = f"compile {PROTO}"
+    description = "compile the protocol buffers"
     user_options: list[tuple[str, str, str]] = []
     editable_mode = False
 
@@ -25,16 +25,16 @@ class BuildProto(Command):
         """Nothing to configure."""
 
     def run(self) -> None:
-        """Run protoc. Raises SystemExit when it refuses the file."""
+        """Run protoc. Raises SystemExit when it refuses a file."""
         from grpc_tools import protoc
 
-        status = protoc.main(["protoc", f"-I{ROOT}", f"--python_out={ROOT}", f"--pyi_out={ROOT}", str(ROOT / PROTO)])
-        if status:
-            raise SystemExit(f"protoc failed on {PROTO}")
+        files = [str(ROOT / name) for name in PROTOS]
+        if protoc.main(["protoc", f"-I{ROOT}", f"--python_out={ROOT}", f"--pyi_out={ROOT}", *files]):
+            raise SystemExit(f"protoc failed on {', '.join(PROTOS)}")
 
     def get_source_files(self) -> list[str]:
         """What a source distribution has to contain."""
-        return [PROTO]
+        return list(PROTOS)
 
     def get_outputs(self) -> list[str]:
         """Nothing of its own: the modules are collected with their package."""

@@ -21,8 +21,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-INPUTS = (ROOT / "pyproject.toml", ROOT / "setup.py", ROOT / "app" / "wire" / "tinker.proto", Path(__file__))
-COMPILED_PROTO = ROOT / "app" / "wire" / "tinker_pb2.py"
+PROTOS = sorted((ROOT / "app" / "wire").glob("*.proto"))
+COMPILED = [path.with_name(f"{path.stem}_pb2.py") for path in PROTOS]
+INPUTS = (ROOT / "pyproject.toml", ROOT / "setup.py", Path(__file__), *PROTOS)
 OLDEST_PYTHON = (3, 11)
 TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -52,7 +53,7 @@ class Installer:
 
     def is_done(self) -> bool:
         """Whether this very project was installed here."""
-        made = (self.python, self.stamp, COMPILED_PROTO)
+        made = (self.python, self.stamp, *COMPILED)
         return all(path.exists() for path in made) and self.stamp.read_text() == self.fingerprint()
 
     def fingerprint(self) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 from sqlalchemy import select, update
 
+from app.audit import service as audit
 from app.db import Database
-from app.errors import InvalidRequest, NotFound
+from app.errors import NotFound
 from app.paging import readable_metadata
 from app.runs.models import Run
 from app.sampling.models import SamplingSession
@@ -46,6 +47,7 @@ def get_session(database: Database, owner_id: str, session_id: str) -> SessionIn
             sampler_ids=list(session.scalars(samplers.where(SamplingSession.owner_id == owner_id))),
             user_metadata=readable_metadata(row.user_metadata),
             display_name=row.display_name,
+            tags=row.tags,
         )
 
 
@@ -60,12 +62,9 @@ def assign_project(database: Database, owner_id: str, session_id: str, project_i
         moved: Any = session.execute(query)
         if moved.rowcount != 1:
             raise _missing(session_id)
-
-
-def refuse_trace(database: Database, owner_id: str, session_id: str) -> None:
-    """Say that there are no traces. Raises InvalidRequest, or NotFound for a session that is not the owner's."""
-    get_session(database, owner_id, session_id)
-    raise InvalidRequest("trace_export: this server keeps no timelines of sessions")
+        audit.record(
+            session, owner_id, "projects", "project_assign_session", session_id=session_id, project_id=project_id
+        )
 
 
 def _missing(session_id: str) -> NotFound:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request, Response
 
 from app.deps import OwnerDep, ServicesDep, in_thread
+from app.json_route import StrictJsonRoute
 from app.paging import Scoped
+from app.responses import PayloadResponse
 from app.sessions import catalogue
 from app.sessions.catalogue_schemas import (
     AssignProject,
@@ -16,10 +18,12 @@ from app.sessions.catalogue_schemas import (
     SessionInfo,
     SessionsFound,
     SessionsQuery,
+    TraceExport,
 )
 from app.sessions.search import search
+from app.sessions.traces import ROUTE as TRACES
 
-router = APIRouter(prefix="/api/v1", tags=["sessions"])
+router = APIRouter(prefix="/api/v1", tags=["sessions"], route_class=StrictJsonRoute)
 
 
 @router.get("/sessions")
@@ -51,6 +55,14 @@ async def assign_project(session_id: str, body: AssignProject, owner_id: OwnerDe
 
 
 @router.get("/sessions/{session_id}/trace_export")
-async def export_trace(session_id: str, owner_id: OwnerDep, services: ServicesDep) -> None:
-    """Refused: no timelines are kept."""
-    await in_thread(catalogue.refuse_trace, services.database, owner_id, session_id)
+async def export_trace(session_id: str, request: Request, owner_id: OwnerDep, services: ServicesDep) -> TraceExport:
+    """A signed URL of the session's timeline. There is nothing to wait for: it is made when it is fetched."""
+    url = await in_thread(services.traces.url, owner_id, session_id, str(request.base_url))
+    return TraceExport(url=url)
+
+
+@router.get(TRACES.removeprefix(router.prefix) + "/{token}/{filename}")
+async def download_trace(token: str, filename: str, services: ServicesDep) -> Response:
+    """A session's timeline as a Perfetto trace; the URL is the permission."""
+    trace = await in_thread(services.traces.read, token)
+    return PayloadResponse([trace], media_type="application/octet-stream")

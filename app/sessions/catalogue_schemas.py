@@ -25,12 +25,13 @@ class SessionIds(BaseModel):
 
 
 class SessionInfo(BaseModel):
-    """Answer of `GET sessions/{id}`."""
+    """Answer of `GET sessions/{id}`. `tags`: those that the client gave (the SDK's TINKER_TAGS)."""
 
     training_run_ids: list[str]
     sampler_ids: list[str]
     user_metadata: dict[str, str] | None
     display_name: str | None
+    tags: list[str]
 
 
 class AssignProject(Request):
@@ -130,3 +131,10 @@ class SessionsFound(BaseModel):
 
     sessions: list[SessionSummary]
     next_cursor: SearchCursor | None
+
+
+class TraceExport(BaseModel):
+    """Answer of `trace_export`."""
+
+    status: Literal["ready"] = "ready"
+    url: str

@@ -11,6 +11,7 @@ from app.db import utc_now
 from app.runs.models import Run
 from app.sessions import search as searching
 from app.sessions.models import ClientSession
+from app.wire import perfetto_pb2
 from tests.factories import add_checkpoint
 from tests.integration.conftest import Api
 
@@ -73,10 +74,18 @@ def test_a_session_cannot_be_moved_out_of_projects(api: Api, body: object) -> No
     assert answer.json()["detail"].startswith("project_id:")
 
 
-def test_traces_are_refused_by_name(api: Api) -> None:
-    answer = api.send("GET", f"sessions/{begin(api)}/trace_export")
-    assert answer.status_code == 400
-    assert answer.json()["detail"].startswith("trace_export:")
+def test_a_trace_needs_its_own_link_and_no_key(each_api: Api) -> None:
+    session_id = begin(each_api)
+    run = each_api.create(session_id, 0)["model_id"]
+    assert each_api.send("GET", f"sessions/{session_id}/trace_export", who="bob").status_code == 404
+    exported = each_api.seen(f"sessions/{session_id}/trace_export")
+    assert exported["status"] == "ready"
+    path = exported["url"].removeprefix("http://testserver")
+    packets = perfetto_pb2.Trace.FromString(each_api.client.get(path).content).packet
+    assert packets[0].track_descriptor.name == run
+    assert "create_model" in [packet.track_event.name for packet in packets]
+    forged = path.replace("/traces/", "/traces/x")
+    assert each_api.client.get(forged).status_code == 403
 
 
 def test_a_search_goes_through_its_pages(each_api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
