@@ -1,10 +1,10 @@
-"""Sampling sessions: what a sampling client samples from."""
+"""Sampling sessions, which clients sample from, and the samples that are on record."""
 
 from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import ForeignKey, Index, Integer, String
+from sqlalchemy import ForeignKey, Index, Integer, LargeBinary, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db import Base, UtcDateTime, utc_now
@@ -28,3 +28,18 @@ class SamplingSession(Base):
     follows_model_id: Mapped[str | None] = mapped_column(String(120))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)
     clients: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
+
+
+class RecordedSample(Base):
+    """A finished sample whose client asked for `record_stability_info`. `prompt`: its tokens, little-endian int32;
+    `response`: the SampleResponse that the client gets, byte for byte (WIRE §4.3). Written before the client sees it
+    and never changed."""
+
+    __tablename__ = "recorded_samples"
+
+    request_id: Mapped[str] = mapped_column(String(160), primary_key=True)
+    owner_id: Mapped[str] = mapped_column(ForeignKey("owners.id"))
+    session_id: Mapped[str] = mapped_column(String(64))
+    prompt: Mapped[bytes] = mapped_column(LargeBinary)
+    response: Mapped[bytes] = mapped_column(LargeBinary)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now, index=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from app.schemas import Identifier, Request, SessionSeq
 
@@ -49,10 +49,18 @@ class SamplingSessionJoined(BaseModel):
 
 
 class TextChunk(Request):
-    """Tokens of a prompt."""
+    """Tokens of a prompt. Older clients leave `type` out."""
 
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
     type: Literal["encoded_text"] = "encoded_text"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        kind = data.get("type", "encoded_text") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "encoded_text":
+            raise ValueError(f"{kind[:40]} chunks are not supported, only encoded_text")
+        return data
 
 
 class Prompt(Request):
@@ -64,16 +72,26 @@ class Prompt(Request):
 class Params(Request):
     """How to sample."""
 
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: str | list[str] | list[int] | None = None
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
     top_p: float = Field(1.0, gt=0, le=1)
 
 
+class TokenMatrix(Request):
+    """Token ids in a matrix, -1 for a cell without one (WIRE §5.2): dense, or in CSR form."""
+
+    data: list[Annotated[int, Field(ge=-1, lt=2**31)]]
+    dtype: Literal["int64"]
+    shape: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=2, max_length=2)
+    sparse_crow_indices: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    sparse_col_indices: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+
+
 class Sample(Request):
-    """`asample`."""
+    """`asample`. Its model is the sampling session's."""
 
     prompt: Prompt
     sampling_params: Params = Params()
@@ -86,7 +104,14 @@ class Sample(Request):
     topk_prompt_logprobs: int = Field(0, ge=0)
     topk_sample_logprobs: int = Field(0, ge=0)
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: int = 0
+    target_prompt_logprobs: TokenMatrix | None = None
+    prompt_alt_tokens_k: int = Field(0, ge=0)
     record_stability_info: bool | None = None
     type: Literal["sample"] = "sample"
+
+    @field_validator("base_model", "model_path", mode="before")
+    @classmethod
+    def _not_a_model(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("not supported in a sample: its model is that of its sampling session")
+        return value

@@ -16,14 +16,15 @@ from app.db import Database
 from app.errors import ConflictingReplay, Gone, InvalidRequest, NotFound, TooBusy, Unavailable
 from app.fleet.service import ServedModel, find_model
 from app.runs.models import Run
+from app.sampling.checks import checked
 from app.sampling.futures import SAMPLE_MARK
 from app.sampling.models import SamplingSession
+from app.sampling.records import sequence_id
 from app.sampling.schemas import CreateSamplingSession, Sample, Sampler
 from app.sampling.store import SampleInbox
 from app.sessions.models import ClientSession
 from app.sessions.service import require_live
 from app.wire.sampling import StoredSample, decode_stored, encode_stored
-from app.wire.types import SampleRequest, SamplingParams
 
 _CACHED_TARGETS = 10_000
 _TRUST_S = 2.0
@@ -130,7 +131,7 @@ class SamplingService:
         if target.follows_model_id is not None:
             snapshot_id = await run_in_threadpool(self._newest_snapshot, target.follows_model_id)
         request_id = f"{body.sampling_session_id}:{body.seq_id}"
-        request = _checked(body, request_id, target.model)
+        request = checked(body, request_id, target.model)
         stored = StoredSample(owner_id, target.session_id, target.model.pool, snapshot_id, request, target.model.name)
         try:
             outcome = await self._inbox.submit(request_id, target.model.pool, encode_stored(stored))
@@ -144,7 +145,7 @@ class SamplingService:
                 request.prompt
             ):
                 raise ConflictingReplay(f"seq_id: {body.seq_id} was already used for another sample")
-        sequence_ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
+        sequence_ids = [sequence_id(request_id, i) for i in range(body.num_samples)]
         return SubmittedSample(request_id, sequence_ids, target.model.pool, outcome == "new")
 
     # -- targets
@@ -176,58 +177,3 @@ class SamplingService:
     def _newest_snapshot(self, model_id: str) -> str | None:
         with self._database.read() as session:
             return session.scalar(select(Run.sampler_snapshot_id).where(Run.id == model_id))
-
-
-def _checked(body: Sample, request_id: str, model: ServedModel) -> SampleRequest:
-    """The internal form of a sample that `model` can take. Raises InvalidRequest, naming the field."""
-    if body.target_prompt_logprobs is not None:  # also an empty one: nothing is ignored
-        raise InvalidRequest("target_prompt_logprobs: not supported by this server")
-    for field in ("prompt_alt_tokens_k", "record_stability_info"):
-        if getattr(body, field):
-            raise InvalidRequest(f"{field}: not supported by this server")
-    prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-    if not prompt:
-        raise InvalidRequest("prompt: has no tokens")
-    if max(prompt) >= model.vocab_size:
-        raise InvalidRequest(f"prompt: token {max(prompt)} is outside the vocabulary of {model.vocab_size}")
-    if len(prompt) >= model.context_length:
-        raise InvalidRequest(f"prompt: {len(prompt)} tokens leave no room in the context of {model.context_length}")
-    for field in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if getattr(body, field) > model.vocab_size:
-            raise InvalidRequest(f"{field}: exceeds the vocabulary of {model.vocab_size}")
-    params = body.sampling_params
-    tokens, strings = _stops(params.stop, model)
-    return SampleRequest(
-        request_id=request_id,
-        prompt=prompt,
-        params=SamplingParams(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            seed=params.seed,
-            stop_tokens=tokens,
-            stop_strings=strings,
-        ),
-        num_samples=body.num_samples,
-        prompt_logprobs=bool(body.prompt_logprobs),
-        topk_prompt_logprobs=body.topk_prompt_logprobs,
-        topk_sample_logprobs=body.topk_sample_logprobs,
-        prompt_logprobs_last_n=body.prompt_logprobs_last_n,
-    )
-
-
-def _stops(
-    stop: str | list[str] | list[int] | None, model: ServedModel
-) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None]:
-    if stop is None:
-        return None, None
-    if isinstance(stop, str):
-        stop = [stop]
-    tokens = tuple(item for item in stop if isinstance(item, int))
-    strings = tuple(item for item in stop if isinstance(item, str))
-    if any(not text for text in strings):
-        raise InvalidRequest("sampling_params.stop: a stop string must not be empty")
-    if any(not 0 <= token < model.vocab_size for token in tokens):
-        raise InvalidRequest(f"sampling_params.stop: a token is outside the vocabulary of {model.vocab_size}")
-    return tokens, strings

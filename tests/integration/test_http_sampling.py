@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from app.runs.models import Run
 from app.sampling.models import SamplingSession
 from app.sampling.store import SampleAnswer, SampleDesk
 from app.wire.sampling import decode_stored
+from app.wire.types import PromptTargets
 from tests.factories import CONTEXT, POOL, VOCABULARY, add_checkpoint
 from tests.integration.conftest import PROTOBUF, Api, running
 
@@ -142,6 +143,25 @@ def test_a_sample_waits_as_it_was_asked_for(api: Api, sampler: str, desk: Sample
     assert (params.stop_strings, params.stop_tokens, params.seed, params.temperature) == (("\n", "END"), (), 7, 0)
 
 
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+def test_what_is_asked_about_a_prompt_waits_as_it_was_asked(
+    api: Api, sampler: str, desk: SampleDesk, form: str
+) -> None:
+    named = targets([4, -1, 5, 6]) if form == "dense" else targets([4, 5], [0, 1, 2], [1, 0])
+    body = sample(sampler, **named, prompt_alt_tokens_k=3, record_stability_info=True)
+    answers = [api.ok("asample", body) for _ in range(2)]
+    assert answers[0] == answers[1]
+    (claimed,) = desk.claim([answers[0]["request_id"]])
+    request = decode_stored(claimed.body).request
+    expected = {
+        "dense": PromptTargets((2, 2), [4, -1, 5, 6]),
+        "sparse": PromptTargets((2, 2), [4, 5], [0, 1, 2], [1, 0]),
+    }
+    assert request.target_prompt_logprobs == expected[form]
+    assert (request.prompt_alt_tokens_k, request.record) == (3, True)
+    assert api.post("asample", body | targets([4, -1, 5, 7])).status_code == 409
+
+
 STOPS: dict[str, tuple[object, tuple[int, ...] | None, tuple[str, ...] | None]] = {
     "none": (None, None, None),
     "empty": ([], (), ()),
@@ -164,12 +184,34 @@ def prompt(*tokens: int) -> dict[str, object]:
     return {"prompt": {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}}
 
 
+def chunk(**fields: object) -> dict[str, object]:
+    return {"prompt": {"chunks": [fields]}}
+
+
+def targets(
+    data: list[float],
+    crow: list[int] | None = None,
+    col: list[int] | None = None,
+    *,
+    dtype: str = "int64",
+    shape: Sequence[int] | None = (2, -1),
+) -> dict[str, object]:
+    """For a prompt of three tokens: dense, or sparse with as many columns as values."""
+    sparse = {"sparse_crow_indices": crow, "sparse_col_indices": col}
+    if shape == (2, -1):
+        shape = [2, len(data) // 2 if crow is None else len(data)]
+    return {"target_prompt_logprobs": {"data": data, "dtype": dtype, "shape": shape} | sparse}
+
+
 WRONG: dict[str, tuple[dict[str, object], str]] = {
     "token": (prompt(VOCABULARY), f"prompt: token {VOCABULARY} is outside"),
     "negative token": (prompt(-1), "prompt.chunks.0.tokens.0"),
     "no tokens": (prompt(), "prompt: has no tokens"),
     "no room": (prompt(*[1] * CONTEXT), f"prompt: {CONTEXT} tokens leave no room"),
-    "image": ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, "prompt.chunks.0"),
+    "image": (chunk(type="image", data="", format="png"), "prompt.chunks.0: image chunks are not supported"),
+    "pointer": (chunk(type="image_asset_pointer", location="x", format="png"), "0: image_asset_pointer chunks are not"),
+    "audio": (chunk(type="dmel", dmel=""), "prompt.chunks.0: dmel chunks are not supported"),
+    "odd chunk": (chunk(type=3, tokens=[1]), "prompt.chunks.0.type"),
     "temperature": ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
     "top_p": ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p"),
     "max_tokens": ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
@@ -178,11 +220,34 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "stop token": ({"sampling_params": {"stop": [VOCABULARY]}}, "sampling_params.stop: "),
     "no samples": ({"num_samples": 0}, "num_samples"),
     "field": ({"logit_bias": {}}, "logit_bias: unknown field"),
-    "alternatives": ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k: not supported"),
-    "targets": ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs: not supported"),
-    "empty targets": ({"target_prompt_logprobs": {}}, "target_prompt_logprobs: not supported"),
-    "stability": ({"record_stability_info": True}, "record_stability_info: not supported"),
-    "model": ({"base_model": "tiny"}, "base_model"),
+    "model": ({"base_model": "tiny"}, "base_model: not supported in a sample"),
+    "path": ({"model_path": "tinker://a/weights/b"}, "model_path: not supported in a sample"),
+    "seed": ({"sampling_params": {"seed": 2**64}}, "sampling_params.seed"),
+    "last of nothing": ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n: needs prompt_logprobs"),
+    "last too many": ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "prompt_logprobs_last_n: only 2 tokens"),
+    "negative alternatives": ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k"),
+    "alternatives": ({"prompt_alt_tokens_k": 2**21}, "prompt_alt_tokens_k: at most"),
+    "targets of another kind": (targets([1, 2], dtype="float32"), "target_prompt_logprobs.dtype"),
+    "no targets": ({"target_prompt_logprobs": {}}, "target_prompt_logprobs.data"),
+    "shapeless targets": (targets([1, 2], shape=None), "target_prompt_logprobs.shape"),
+    "flat targets": (targets([1, 2], shape=[2]), "target_prompt_logprobs.shape"),
+    "targets of the first token": (
+        targets([1, 2, 3], shape=[3, 1]),
+        "target_prompt_logprobs.shape: [3, 1] must be [2, K]",
+    ),
+    "too few targets": (targets([1, 2], shape=[2, 2]), "target_prompt_logprobs.data: 2 values do not fill"),
+    "target": (targets([1, VOCABULARY]), f"target_prompt_logprobs.data: token {VOCABULARY} is outside"),
+    "negative target": (targets([1, -2]), "target_prompt_logprobs.data.1"),
+    "fraction of a target": (targets([1, 1.5]), "target_prompt_logprobs.data.1"),
+    "only empty targets": (targets([-1, -1]), "target_prompt_logprobs.data: names no token"),
+    "no columns of targets": (targets([], shape=[2, 0]), "target_prompt_logprobs.data: names no token"),
+    "half a sparse matrix": (targets([1], [0, 1, 1]), "target_prompt_logprobs: sparse_crow_indices and sparse_col"),
+    "rows of a sparse matrix": (targets([1], [0, 1], [0]), "target_prompt_logprobs.sparse_crow_indices"),
+    "order of sparse rows": (targets([1, 2], [0, 3, 2], [0, 1]), "target_prompt_logprobs.sparse_crow_indices"),
+    "end of sparse rows": (targets([1, 2], [0, 1, 1], [0, 0]), "target_prompt_logprobs.sparse_crow_indices"),
+    "sparse column": (targets([1, 2], [0, 1, 2], [0, 5]), "target_prompt_logprobs.sparse_col_indices: 5 is outside"),
+    "sparse columns": (targets([1, 2], [0, 1, 2], [0]), "target_prompt_logprobs.sparse_col_indices: 1 for 2"),
+    "order of sparse columns": (targets([1, 2], [0, 2, 2], [1, 1]), "target_prompt_logprobs.sparse_col_indices: they"),
 }
 
 

@@ -17,13 +17,16 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from app.errors import InvalidRequest
+from app.sampling.records import NewRecord
 from app.sampling.store import MAX_CLAIMS, Claimed, SampleAnswer, SampleDesk
 from app.settings import Settings
-from app.wire.sampling import decode_stored, encode_result
+from app.wire.sampling import StoredSample, decode_stored, encode_result
 from app.wire.types import SampleResult
 from workers.sample.adapters import AdapterCache
 from workers.sample.claims import ClaimKeeper
 from workers.sample.engines.base import Cancelled, Engine, Job
+from workers.sample.recorder import SampleRecorder
+from workers.sample.streams import TokenStreams
 from workers.sample.usage import SampleUsage
 from workers.threads import use_threads
 from workers.train.snapshots import BadSnapshot
@@ -45,6 +48,7 @@ class SampleService:
         engine: Engine,
         adapters: AdapterCache,
         usage: SampleUsage,
+        recorder: SampleRecorder,
         redis: Redis,
         settings: Settings,
         threads: int = 1,
@@ -52,14 +56,17 @@ class SampleService:
         self._engine = engine
         self._adapters = adapters
         self._usage = usage
+        self._recorder = recorder
         self._settings = settings
         self._threads = threads
         self._desk = SampleDesk(
             redis, pool=pool, worker_id=worker_id, claim_s=settings.sample_claim_s, result_ttl_s=settings.sample_ttl_s
         )
+        self._streams = TokenStreams(redis)
         self._inbox: deque[str] = deque()
         self._running: set[str] = set()
         self._finished: list[tuple[str, SampleAnswer]] = []
+        self._recorded: deque[tuple[str, SampleAnswer]] = deque()
         self._bell = threading.Event()
         self._stopping = threading.Event()
         self._next_look = 0.0
@@ -76,6 +83,7 @@ class SampleService:
     def start(self) -> None:
         """Start the threads."""
         self._usage.start()
+        self._recorder.start()
         self._thread.start()
         self._claims.start()
 
@@ -95,8 +103,9 @@ class SampleService:
         self._thread.join(timeout_s)
         self._claims.stop(timeout_s)
         self._usage.stop(timeout_s)
+        self._recorder.stop(timeout_s)
         try:
-            self._desk.finish(self._finished)
+            self._desk.finish([*self._finished, *self._recorded])
             self._desk.release(sorted(self._running))
         except (RedisError, OSError) as error:
             logger.warning("claims_not_released", error=type(error).__name__)
@@ -107,6 +116,7 @@ class SampleService:
             try:
                 self._receive()
                 worked = self._engine.step()
+                self._streams.publish()
                 self._store_finished()
             except (RedisError, OSError) as error:
                 logger.warning("sample_store_away", error=type(error).__name__)
@@ -145,8 +155,10 @@ class SampleService:
         except Exception as error:
             self._deliver(request_id, error)
             return
-        deliver = self._usage.counted(stored, partial(self._deliver, request_id))
-        self._engine.submit(Job(stored.request, adapter, deliver))
+        keep = partial(self._record, stored) if stored.request.record else partial(self._deliver, request_id)
+        deliver = self._usage.counted(stored, keep)
+        on_token = self._streams.listener(request_id) if stored.stream else None
+        self._engine.submit(Job(stored.request, adapter, deliver, on_token))
 
     def _deliver(self, request_id: str, outcome: SampleResult | Exception) -> None:
         if isinstance(outcome, SampleResult):
@@ -159,10 +171,26 @@ class SampleService:
             answer = SampleAnswer.failed(text, "server")
         self._finish(request_id, answer)
 
+    def _record(self, stored: StoredSample, outcome: SampleResult | Exception) -> None:
+        """Deliver a result once it is on record."""
+        request = stored.request
+        if not isinstance(outcome, SampleResult):
+            self._deliver(request.request_id, outcome)
+            return
+        response = encode_result(outcome)
+        sample = NewRecord(request.request_id, stored.owner_id, stored.session_id, request.prompt, response)
+        self._recorder.put(sample, self._take_recorded)
+
+    def _take_recorded(self, request_id: str, answer: SampleAnswer) -> None:
+        self._recorded.append((request_id, answer))
+        self._bell.set()
+
     def _finish(self, request_id: str, answer: SampleAnswer) -> None:
         self._finished.append((request_id, answer))
 
     def _store_finished(self) -> None:
+        while self._recorded:
+            self._finished.append(self._recorded.popleft())
         if not self._finished:
             return
         self._desk.finish(self._finished)

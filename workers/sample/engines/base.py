@@ -9,7 +9,7 @@ from typing import Protocol
 import structlog
 
 from app.errors import TinworksError
-from app.wire.types import SampleRequest, SampleResult
+from app.wire.types import SampleRequest, SampleResult, StreamedToken
 from workers.model.lora import Adapter
 
 log = structlog.get_logger()
@@ -30,9 +30,15 @@ class EngineFailure(TinworksError):
         return failure
 
 
+OnToken = Callable[[StreamedToken], None]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """One request, the adapter that serves it (None: the base model), and where its outcome goes.
+
+    `on_token`, if it is given, hears of every token of the sequences as it is drawn, before the outcome, in the thread
+    that calls `Engine.step`; it must not raise.
 
     `deliver` is called exactly once, in the thread that calls `Engine.step`, with the result or with the error:
     `InvalidRequest` for what the client has to change, `Cancelled` after a `cancel`, `EngineFailure` for the rest.
@@ -41,6 +47,7 @@ class Job:
     request: SampleRequest
     adapter: Adapter | None
     deliver: Callable[[SampleResult | Exception], None]
+    on_token: OnToken | None = None
 
     def finish(self, outcome: SampleResult | Exception) -> None:
         """Deliver. What the receiver does wrong is its own affair and must not stop the engine."""

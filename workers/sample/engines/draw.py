@@ -5,7 +5,7 @@ the other rows of the batch nor on the order in which they came (SEMANTICS §6).
 distribution's cumulative sum in float64.
 
 Letters in shapes: B rows, V vocabulary, F rows with a filter,
-W the most probable tokens looked at.
+W the most probable tokens looked at, K draws of a row.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def mix(z: int) -> int:
 
 
 def stream(seed: int | None, index: int) -> int:
-    """The 64-bit stream of sequence `index` of a request; without a seed, a fresh one. Any integer is a seed, modulo
-    2^64."""
+    """The 64-bit stream of sequence `index` (-1 or more) of a request; without a seed, a fresh one. Any integer is a
+    seed, modulo 2^64."""
     if seed is None:
         return secrets.randbits(64)
     return mix((mix((seed + GOLDEN) & MASK_64) + (index + 1) * GOLDEN) & MASK_64)
@@ -148,10 +148,14 @@ def draw(logits_BV: Tensor, plan: DrawPlan, positions_B: np.ndarray) -> Tensor:
 def invert(probs_BV: Tensor, unit_B: Tensor) -> Tensor:
     """The first index at which the cumulative sum of `probs_BV` (any scale) exceeds `unit_B` of its total, int64
     [B]."""
+    return invert_many(probs_BV, unit_B.unsqueeze(1)).squeeze(1)
+
+
+def invert_many(probs_BV: Tensor, unit_BK: Tensor) -> Tensor:
+    """The same for K numbers per row, int64 [B, K]."""
     total_BV = torch.cumsum(probs_BV, -1, dtype=torch.float64)
-    target_B1 = unit_B.unsqueeze(1) * total_BV[:, -1:]
-    index_B: Tensor = torch.searchsorted(total_BV, target_B1, right=True).squeeze(1)
-    return index_B.clamp_(max=probs_BV.shape[-1] - 1)
+    index_BK: Tensor = torch.searchsorted(total_BV, unit_BK * total_BV[:, -1:], right=True)
+    return index_BK.clamp_(max=probs_BV.shape[-1] - 1)
 
 
 def draw_filtered(logits_FV: Tensor, unit_F: Tensor, filtered: Filter) -> Tensor:

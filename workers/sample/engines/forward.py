@@ -32,7 +32,10 @@ class Forward:
         types = set(getattr(base.config, "layer_types", None) or ())
         window = getattr(base.config, "sliding_window", None)
         if others := types - {"full_attention", "sliding_attention"}:
-            raise UnsupportedModel(f"the native engine has no cache for {min(others)}")
+            raise UnsupportedModel(
+                f"{type(base.model).__name__} has {min(others)} layers, for which the native engine has no cache: "
+                "it can be trained here (-Q train) but not sampled"
+            )
         if not types:
             types = {"full_attention"} if window is None else {"sliding_attention"}
         self._layer_types = types
@@ -99,6 +102,9 @@ def route(adapters: Iterable[Adapter | None], row_tokens: int = 1) -> Routing:
 def cache_bytes_per_token(base: BaseModel) -> int:
     """What one cached token of one sequence takes in all layers together."""
     config = base.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size * base.dtype.itemsize)
+    if latent := getattr(config, "kv_lora_rank", None):
+        width = latent + config.qk_rope_head_dim
+    else:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(config.num_hidden_layers * width * base.dtype.itemsize)

@@ -214,6 +214,8 @@ class NativeEngine:
             except Exception as error:
                 self._close(ticket, error if isinstance(error, TinworksError) else EngineFailure.caused_by(error))
                 continue
+            if ticket.job.on_token is not None:
+                ticket.job.on_token(sequence.newest)
             if reason is not None:
                 self._changed = True
                 result = ticket.finish(sequence, reason)

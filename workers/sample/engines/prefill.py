@@ -47,8 +47,9 @@ def score_pass(forward: Forward, wave: Wave, hidden_BLD: Tensor) -> None:
         scores = [ticket.scores for ticket in prompt.tickets if ticket.scores is not None]
         if not scores:
             continue
-        first = min(s.first for s in scores)
-        span = Span.of(row, prompt.tokens, first, wave.offset, hidden_BLD.shape[1], prompt.adapter)
+        first = min(s.begin for s in scores)
+        probes = [probe for s in scores for probe in s.probes]
+        span = Span.of(row, prompt.tokens, first, wave.offset, hidden_BLD.shape[1], prompt.adapter, probes)
         if span is not None:
             wanted.append(scores)
             spans.append(span)

@@ -1,4 +1,5 @@
-"""Logprobs of a prompt's own tokens, and the most probable tokens at its positions (SEMANTICS §6, WIRE §4.3).
+"""Logprobs of a prompt's own tokens, the most probable tokens at its positions, and what probes find out there
+(SEMANTICS §6, WIRE §4.3).
 
 Letters in shapes: B prompts, L tokens of one pass, P tokens of a prompt, N scored tokens, D hidden, V vocabulary.
 """
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.wire.types import NO_TOKEN_LOGPROB, SampleRequest, TopK
+from app.wire.types import NO_TOKEN_LOGPROB, SampledSequence, SampleRequest, SampleResult, TopK
 from workers.model.lora import Adapter
 from workers.sample.engines.forward import Forward, route
+from workers.sample.engines.probes import AltProbe, Probe, TargetProbe
 
 MAX_LOGITS = 1 << 24
 """Logits made at a time: 64 MiB of them."""
@@ -24,25 +26,41 @@ MAX_LOGITS = 1 << 24
 class PromptScores:
     """What a request wants to know about its prompt, filled in as the prompt passes through the model.
 
-    `first`: the first position that is scored. `logprobs` float32 [P], NaN before it.
+    `first`: the first position whose own token or top k is scored. `logprobs` float32 [P], NaN before it.
     """
 
     first: int
     logprobs: np.ndarray | None
     topk: TopK | None
+    targets: TargetProbe | None = None
+    alternatives: AltProbe | None = None
 
     @classmethod
     def of(cls, request: SampleRequest) -> PromptScores | None:
-        """None if the request asks for nothing of the kind."""
+        """None if the request asks for nothing of the kind. Raises ValueError for targets that name no token."""
         length, k = len(request.prompt), request.topk_prompt_logprobs
-        if not (request.prompt_logprobs or k > 0):
+        named, draws = request.target_prompt_logprobs, request.prompt_alt_tokens_k
+        own = request.prompt_logprobs or k > 0
+        if not (own or named is not None or draws > 0):
             return None
-        last_n = request.prompt_logprobs_last_n
+        last_n = length if request.prompt_logprobs_last_n is None else request.prompt_logprobs_last_n
         return cls(
-            max(1, 0 if last_n is None else length - last_n),
+            max(1, length - last_n) if own else length,
             np.full(length, np.nan, np.float32) if request.prompt_logprobs else None,
             empty_topk(length, k) if k > 0 else None,
+            None if named is None else TargetProbe(named),
+            AltProbe(request) if draws > 0 else None,
         )
+
+    @property
+    def probes(self) -> list[Probe]:
+        """Those that it has."""
+        return [probe for probe in (self.targets, self.alternatives) if probe is not None]
+
+    @property
+    def begin(self) -> int:
+        """The first position of which anything is wanted."""
+        return min([self.first, *(probe.first for probe in self.probes)])
 
     @property
     def k(self) -> int:
@@ -62,6 +80,17 @@ class PromptScores:
             self.topk.token_ids[rows, :k] = scored.topk.token_ids[skip:, :k]
             self.topk.logprobs[rows, :k] = scored.topk.logprobs[skip:, :k]
 
+    def result(self, sequences: Sequence[SampledSequence], cache_hit_tokens: int) -> SampleResult:
+        """The request's answer."""
+        return SampleResult(
+            sequences,
+            self.logprobs,
+            self.topk,
+            cache_hit_tokens,
+            None if self.targets is None else self.targets.result(),
+            None if self.alternatives is None else self.alternatives.result(),
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
@@ -78,22 +107,35 @@ class Scored:
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
     """The tokens of row `row` of a pass that are scored: prompt positions `start` … `start + len(tokens) - 1`, the
-    hidden states that predict them at `column` … of the pass."""
+    hidden states that predict them at `column` … of the pass. `probes` see them too."""
 
     row: int
     column: int
     start: int
     tokens: np.ndarray
     adapter: Adapter | None
+    probes: Sequence[Probe] = ()
 
     @classmethod
     def of(
-        cls, row: int, prompt: np.ndarray, first: int, offset: int, length: int, adapter: Adapter | None
+        cls,
+        row: int,
+        prompt: np.ndarray,
+        first: int,
+        offset: int,
+        length: int,
+        adapter: Adapter | None,
+        probes: Sequence[Probe] = (),
     ) -> Span | None:
         """The part of `prompt`, scored from position `first` on, that a pass over its tokens `offset` …
         `offset+length-1` predicts; None if there is none."""
         start, stop = max(first, offset + 1), min(len(prompt), offset + length + 1)
-        return cls(row, start - 1 - offset, start, prompt[start:stop], adapter) if start < stop else None
+        return cls(row, start - 1 - offset, start, prompt[start:stop], adapter, probes) if start < stop else None
+
+    def show(self, skipped: int, logprobs_NV: Tensor) -> None:
+        """Let its probes see its tokens from number `skipped` on; `logprobs_NV` begins with that one's."""
+        for probe in self.probes if skipped < len(self.tokens) else ():
+            probe.see(self.start + skipped, logprobs_NV[: len(self.tokens) - skipped])
 
 
 def score(forward: Forward, hidden_BLD: Tensor, spans: Sequence[Span], k: int) -> list[Scored]:
@@ -108,14 +150,17 @@ def score(forward: Forward, hidden_BLD: Tensor, spans: Sequence[Span], k: int) -
     tokens = torch.from_numpy(np.concatenate([span.tokens for span in spans])).to(flat_TD.device)
     adapters = [span.adapter for span, n in zip(spans, counts, strict=True) for _ in range(n)]
     chunks = []
+    starts = [0, *np.cumsum(counts).tolist()]
     step = max(1, MAX_LOGITS // forward.vocab_size)
     for begin in range(0, len(index), step):
         rows = slice(begin, begin + step)
-        logits_NV = forward.logits(flat_TD[index[rows]], route(adapters[rows]))
-        chunks.append(scored(torch.log_softmax(logits_NV, -1), tokens[rows], k))
+        logprobs_NV = torch.log_softmax(forward.logits(flat_TD[index[rows]], route(adapters[rows])), -1)
+        chunks.append(scored(logprobs_NV, tokens[rows], k))
+        for span, start in zip(spans, starts, strict=False):
+            if span.probes and start < begin + len(logprobs_NV):
+                span.show(max(0, begin - start), logprobs_NV[max(0, start - begin) :])
     whole = joined(chunks)
-    ends = np.cumsum(counts)
-    return [whole[end - n : end] for end, n in zip(ends.tolist(), counts, strict=True)]
+    return [whole[start : start + n] for start, n in zip(starts, counts, strict=False)]
 
 
 def scored(logprobs_NV: Tensor, tokens_N: Tensor, k: int) -> Scored:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from app.errors import InvalidRequest
-from app.wire.types import SampledSequence, SampleResult
+from app.wire.types import SampledSequence, SampleResult, StreamedToken
 from workers.sample.engines.base import EngineFailure, Job
 from workers.sample.engines.draw import stream
 from workers.sample.engines.scores import PromptScores, empty_topk
@@ -46,6 +46,9 @@ class Ticket:
             raise InvalidRequest(f"prompt: a token is outside of the vocabulary of {vocab_size}")
         if self.request.num_samples < 1:
             raise InvalidRequest("num_samples: must be at least 1")
+        targets = self.request.target_prompt_logprobs
+        if targets is not None and max(targets.tokens, default=0) >= vocab_size:
+            raise InvalidRequest(f"target_prompt_logprobs: a token is outside of the vocabulary of {vocab_size}")
         temperature = self.request.params.temperature
         if not (math.isfinite(temperature) and temperature >= 0):
             raise InvalidRequest("sampling_params.temperature: must be a number ≥ 0")
@@ -76,7 +79,7 @@ class Ticket:
         done = [s for s in self._sequences if s is not None]
         if self.scores is None:
             return SampleResult(done, prompt_cache_hit_tokens=self.cache_hit_tokens)
-        return SampleResult(done, self.scores.logprobs, self.scores.topk, self.cache_hit_tokens)
+        return self.scores.result(done, self.cache_hit_tokens)
 
 
 class Sequence:
@@ -114,6 +117,12 @@ class Sequence:
     def position(self) -> int:
         """Where its last token stands, counted from the prompt's first."""
         return len(self.ticket.prompt) + len(self.tokens) - 1
+
+    @property
+    def newest(self) -> StreamedToken:
+        """Its last token."""
+        topk = list(zip(*(array.tolist() for array in self.topk[-1]), strict=True)) if self.topk else []
+        return StreamedToken(self.index, len(self.tokens) - 1, self.tokens[-1], self.logprobs[-1], topk)
 
     def accept(self, token: int, logprob: float) -> str | None:
         """Append a drawn token; the stop reason if it was the last. Raises `EngineFailure` if the model returned

@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tinker.proto.response_conv import deserialize_sample_response
 
-from app.wire.sampling import StoredSample, decode_stored, encode_result, encode_stored
-from app.wire.types import NO_TOKEN_LOGPROB, SampledSequence, SampleRequest, SampleResult, SamplingParams, TopK
+from app.wire.sampling import SAMPLE_FORMAT, StoredSample, decode_stored, encode_result, encode_stored
+from app.wire.types import (
+    NO_TOKEN_LOGPROB,
+    AltTokens,
+    PromptTargets,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    TargetLogprobs,
+    TopK,
+)
 
 TOKENS = st.integers(0, 2**31 - 1)
 LENGTHS = st.integers(1, 6)
@@ -37,6 +47,8 @@ def test_the_sdk_reads_the_sequences_that_we_write(sampled: list[SampledSequence
         assert sequence.logprobs == expected.logprobs.tolist()
     assert got.prompt_logprobs is None
     assert got.topk_prompt_logprobs is None
+    assert got.target_prompt_logprobs is None
+    assert got.prompt_alt_tokens is None
 
 
 def one_sequence(topk: TopK | None = None) -> SampledSequence:
@@ -65,6 +77,31 @@ def test_the_most_probable_tokens_come_back_row_by_row() -> None:
     assert got.prompt_cache_hit_tokens == 2
 
 
+def test_logprobs_of_targets_come_back_in_the_layout_of_the_targets() -> None:
+    ids = np.array([[-1, 3, -1, -1], [-1, -1, -1, -1], [9, -1, -1, 2]])
+    wanted = [[0, -0.5, 0, 0], [0, 0, 0, 0], [-1.5, 0, 0, -2.0]]
+    dense = PromptTargets((3, 4), ids.ravel().tolist())
+    sparse = PromptTargets((3, 4), [3, 9, 2], [0, 1, 1, 3], [1, 0, 3])
+    for targets, values in ((dense, np.float32(wanted).ravel()), (sparse, np.float32([-0.5, -1.5, -2.0]))):
+        result = SampleResult([one_sequence()], target_prompt_logprobs=TargetLogprobs(targets, values))
+        got = deserialize_sample_response(encode_result(result)).target_prompt_logprobs
+        assert got is not None
+        assert (got.dtype, got.shape, got.sparse_crow_indices) == ("float32", [3, 4], targets.rows)
+        assert got.tolist() == wanted
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_alternatives_come_back_as_two_matrices(rows: int) -> None:
+    tokens = np.int64([[5, 6, 5], [7, 8, 9]])[:rows]
+    logprobs = np.float32([[-0.5, -1.0, -0.5], [-3.0, -2.0, -1.0]])[:rows]
+    result = SampleResult([one_sequence()], prompt_alt_tokens=AltTokens(tokens, logprobs))
+    got = deserialize_sample_response(encode_result(result)).prompt_alt_tokens
+    assert got is not None
+    assert (got.tokens.dtype, got.tokens.shape, got.logprobs.shape) == ("int64", [rows, 3], [rows, 3])
+    assert got.tokens.tolist() == tokens.tolist()
+    assert got.logprobs.tolist() == logprobs.tolist()
+
+
 PARAMS = st.builds(
     SamplingParams,
     max_tokens=st.none() | st.integers(1, 10_000),
@@ -85,6 +122,11 @@ REQUESTS = st.builds(
     topk_prompt_logprobs=st.integers(0, 20),
     topk_sample_logprobs=st.integers(0, 20),
     prompt_logprobs_last_n=st.none() | st.integers(1, 100),
+    target_prompt_logprobs=st.none()
+    | st.just(PromptTargets((2, 2), [1, -1, 3, 4]))
+    | st.just(PromptTargets((2, 2), [1, -1], [0, 1, 2], [0, 1])),
+    prompt_alt_tokens_k=st.integers(0, 9),
+    record=st.booleans(),
 )
 
 
@@ -96,6 +138,14 @@ def test_a_stored_request_comes_back_as_it_was(request: SampleRequest, snapshot_
 
 def test_a_request_of_a_newer_format_is_left_to_others() -> None:
     stored = StoredSample("owner", "s", "tiny", None, SampleRequest("s:sample:0:0", [1], SamplingParams()))
-    newer = {**orjson.loads(encode_stored(stored)), "format": 2}
+    newer = {**orjson.loads(encode_stored(stored)), "format": SAMPLE_FORMAT + 1}
     with pytest.raises(ValueError, match="newer"):
         decode_stored(orjson.dumps(newer))
+
+
+def test_a_request_of_the_first_format_is_understood() -> None:
+    stored = StoredSample("owner", "s", "tiny", None, SampleRequest("s:sample:0:0", [1], SamplingParams()))
+    older = {**orjson.loads(encode_stored(stored)), "format": 1}
+    for field in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record"):
+        del older["request"][field]
+    assert decode_stored(orjson.dumps(older)) == stored

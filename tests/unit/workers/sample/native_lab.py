@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from app.wire.types import LoraConfig, SampleRequest, SampleResult, SamplingParams
+from app.wire.types import LoraConfig, PromptTargets, SampleRequest, SampleResult, SamplingParams
 from workers.model.base import BaseModel
 from workers.model.lora import Adapter
 from workers.sample.engines.base import Job
@@ -111,6 +111,8 @@ def ask(
     topk_prompt_logprobs: int = 0,
     topk_sample_logprobs: int = 0,
     prompt_logprobs_last_n: int | None = None,
+    targets: PromptTargets | None = None,
+    alternatives: int = 0,
     **params: object,
 ) -> SampleRequest:
     return SampleRequest(
@@ -122,6 +124,8 @@ def ask(
         topk_prompt_logprobs,
         topk_sample_logprobs,
         prompt_logprobs_last_n,
+        targets,
+        alternatives,
     )
 
 
