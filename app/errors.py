@@ -11,6 +11,14 @@ from typing import ClassVar, Literal
 Category = Literal["user", "server", "unknown"]
 
 
+_LONGEST = 2000
+
+
+def shortened(detail: str) -> str:
+    """A text for the client, who may have sent a name of megabytes and needs to see only how it begins."""
+    return detail if len(detail) <= _LONGEST else f"{detail[:_LONGEST]}…"
+
+
 class TinworksError(Exception):
     """An error with a text for the client. `status` is its HTTP status, `category` that of a future failed by it."""
 
@@ -20,7 +28,7 @@ class TinworksError(Exception):
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail)
-        self.detail = detail
+        self.detail = shortened(detail)
 
 
 class InvalidRequest(TinworksError):
@@ -42,6 +50,13 @@ class InvalidToken(Unauthorized):
     """A token that is expired, forged, or whose key was revoked: the client may exchange its key for a new one."""
 
     headers = {"WWW-Authenticate": 'X-API-Key error="invalid_token"'}
+
+
+class Forbidden(TinworksError):
+    """A download link that has expired or that nobody has signed."""
+
+    status = 403
+    category = "user"
 
 
 class NotFound(TinworksError):

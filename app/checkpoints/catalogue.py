@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from app.audit import service as audit
 from app.checkpoints.models import Checkpoint, Snapshot
 from app.checkpoints.schemas import CheckpointInfo, Checkpoints, WeightsInfo
-from app.checkpoints.service import is_live, is_readable, resolve, tinker_path
+from app.checkpoints.service import KINDS, is_live, is_readable, resolve, tinker_path
 from app.db import Database, utc_now
 from app.errors import InvalidRequest, NotFound
 from app.paging import Cursor, Page, readable_metadata
@@ -95,7 +95,7 @@ def newest(session: Session, owner_id: str, model_ids: Iterable[str]) -> dict[tu
 def weights_info(database: Database, owner_id: str, path: str) -> WeightsInfo:
     """What the checkpoint is of. Raises InvalidRequest or NotFound."""
     with database.read() as session:
-        run = resolve(session, owner_id, path, field="tinker_path").run
+        run = resolve(session, owner_id, path, field="tinker_path", kinds=KINDS).run
     return WeightsInfo(
         base_model=run.base_model,
         lora_rank=run.lora_rank,

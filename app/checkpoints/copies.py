@@ -14,8 +14,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from app.audit import service as audit
+from app.checkpoints.access import Reader
 from app.checkpoints.schemas import CopyWeights
-from app.checkpoints.service import Resolved, name_snapshot, resolve, tinker_path
+from app.checkpoints.service import KINDS, Resolved, name_snapshot, resolve, tinker_path
 from app.db import Database, utc_now
 from app.errors import ConflictingReplay
 from app.runs import log
@@ -40,19 +41,22 @@ class _Place:
         return f"{self.session_id}:train:{self.model_seq_id}"
 
 
-def copy_weights(database: Database, owner_id: str, request: CopyWeights, idempotency_key: str | None) -> str:
-    """Copy a checkpoint, the owner's or a published one; returns the copy's path. The same idempotency key, or the same
-    place in a session, gives the same copy. Raises InvalidRequest, NotFound, Gone, or ConflictingReplay.
+def copy_weights(
+    database: Database, owner_id: str, request: CopyWeights, idempotency_key: str | None, reader: Reader
+) -> str:
+    """Copy a checkpoint of the reader's, or a published one, for `owner_id`; returns the copy's path. The same
+    idempotency key, or the same place in a session, gives the same copy. Raises InvalidRequest, NotFound, Gone, or
+    ConflictingReplay.
     """
     try:
         with database.write() as session:
-            return _copy(session, owner_id, request, idempotency_key)
+            return _copy(session, owner_id, request, idempotency_key, reader)
     except IntegrityError:  # the same request came twice at once; the other one has made the copy now
         with database.write() as session:
-            return _copy(session, owner_id, request, idempotency_key)
+            return _copy(session, owner_id, request, idempotency_key, reader)
 
 
-def _copy(session: Session, owner_id: str, request: CopyWeights, idempotency_key: str | None) -> str:
+def _copy(session: Session, owner_id: str, request: CopyWeights, idempotency_key: str | None, reader: Reader) -> str:
     mark = fingerprint(request.model_dump())
     place = _known_place(session, owner_id, request, idempotency_key)
     if place is not None and (known := log.find(session, place.model_id, 0)) is not None:
@@ -60,7 +64,7 @@ def _copy(session: Session, owner_id: str, request: CopyWeights, idempotency_key
             raise ConflictingReplay(f"{place.model_id!r} was already made by another {known.kind} request")
         kind, name = request.source_path.split("/")[-2:]
         return tinker_path(place.model_id, kind, name)
-    source = resolve(session, owner_id, request.source_path, field="source_path")
+    source = resolve(session, reader.owner_id, request.source_path, field=reader.field("source_path"), kinds=KINDS)
     if place is None:
         place = _Place(_hold(session, owner_id, request, idempotency_key), 0)
     _add_run(session, owner_id, place, source, request.source_path)

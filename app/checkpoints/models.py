@@ -14,7 +14,8 @@ from app.db import Base, UtcDateTime, utc_now
 class Snapshot(Base):
     """A run's state at one `seq_id`, in the blob store under `snapshots/<id>/`. The id is never used again.
 
-    `kind` is `state` (adapter, optimizer, counters: what training resumes from) or `adapter` (what samplers load).
+    `kind` is `state` (adapter, optimizer, counters: what training resumes from), `adapter` (what samplers load) or
+    `external` (an adapter to be downloaded, perhaps encrypted).
     `session_id` is set on ephemeral sampler snapshots, which live with their session.
     """
 
@@ -31,8 +32,8 @@ class Snapshot(Base):
 
 
 class Checkpoint(Base):
-    """A name: `tinker://<model_id>/<kind>/<name>`, kind `weights` or `sampler_weights`. Every owner can read a `public`
-    one; only its own can change it."""
+    """A name: `tinker://<model_id>/<kind>/<name>`, kind `weights`, `sampler_weights` or `external_weights`. Every
+    owner can read a `public` one; only its own can change it."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
+from pydantic import SecretStr
 
 from app.checkpoints import catalogue, copies
+from app.checkpoints.access import reader_of
 from app.checkpoints.catalogue import Address
 from app.checkpoints.schemas import (
     AskWeightsInfo,
@@ -18,14 +20,14 @@ from app.checkpoints.schemas import (
     WeightsInfo,
 )
 from app.deps import OwnerDep, ServicesDep, in_thread
-from app.errors import InvalidRequest
+from app.json_route import StrictJsonRoute
 
-router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=StrictJsonRoute)
 
-_ONE = "/training_runs/{training_run_id}/checkpoints/{kind}/{name}"
+ONE = "/training_runs/{training_run_id}/checkpoints/{kind}/{name}"
 
 
-def _address(training_run_id: str, kind: str, name: str) -> Address:
+async def _address(training_run_id: str, kind: str, name: str) -> Address:
     return Address(training_run_id, kind, name)
 
 
@@ -46,25 +48,25 @@ async def list_checkpoints_of_run(training_run_id: str, owner_id: OwnerDep, serv
     return await in_thread(catalogue.list_of_run, services.database, owner_id, training_run_id)
 
 
-@router.post(f"{_ONE}/publish", status_code=204)
+@router.post(f"{ONE}/publish", status_code=204)
 async def publish(address: AddressDep, owner_id: OwnerDep, services: ServicesDep) -> None:
     """Let everybody read a checkpoint; doing it twice is no error."""
     await in_thread(catalogue.publish, services.database, owner_id, address, public=True)
 
 
-@router.delete(f"{_ONE}/publish", status_code=204)
+@router.delete(f"{ONE}/publish", status_code=204)
 async def unpublish(address: AddressDep, owner_id: OwnerDep, services: ServicesDep) -> None:
     """Make a checkpoint private again; doing it twice is no error."""
     await in_thread(catalogue.publish, services.database, owner_id, address, public=False)
 
 
-@router.put(f"{_ONE}/ttl", status_code=204)
+@router.put(f"{ONE}/ttl", status_code=204)
 async def set_ttl(address: AddressDep, body: SetTtl, owner_id: OwnerDep, services: ServicesDep) -> None:
     """Set when a checkpoint expires, or that it never does."""
     await in_thread(catalogue.set_ttl, services.database, owner_id, address, body.ttl_seconds)
 
 
-@router.delete(_ONE, status_code=204)
+@router.delete(ONE, status_code=204)
 async def delete_checkpoint(address: AddressDep, owner_id: OwnerDep, services: ServicesDep) -> None:
     """Delete a checkpoint; samplers and runs that were made of it go on."""
     await in_thread(catalogue.remove, services.database, owner_id, address)
@@ -82,10 +84,10 @@ async def copy_weights(
     owner_id: OwnerDep,
     services: ServicesDep,
     x_idempotency_key: Annotated[str | None, Header(max_length=190)] = None,
-    x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
+    x_tinker_weights_access_token: Annotated[SecretStr | None, Header()] = None,
 ) -> WeightsCopied:
-    """Copy a checkpoint, sharing its storage; the answer is the copy's path."""
-    if x_tinker_weights_access_token is not None:
-        raise InvalidRequest("weights_access_token: not supported by this server; a published checkpoint needs none")
-    path = await in_thread(copies.copy_weights, services.database, owner_id, body, x_idempotency_key)
+    """Copy a checkpoint, sharing its storage; the answer is the copy's path. One of another account that is not
+    published needs a weights access token."""
+    reader = await in_thread(reader_of, services.keys, owner_id, x_tinker_weights_access_token)
+    path = await in_thread(copies.copy_weights, services.database, owner_id, body, x_idempotency_key, reader)
     return WeightsCopied(tinker_path=path)

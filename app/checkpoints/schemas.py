@@ -64,8 +64,23 @@ class WeightsInfo(BaseModel):
     optimizer_config: dict[str, Any]
 
 
+class ExternalWeightsUrls(BaseModel):
+    """Answer of `…/external_weights_urls`: a URL by the name of each file."""
+
+    urls: dict[str, str]
+    expires: datetime
+
+
+class SignedUrl(BaseModel):
+    """Where `…/archive` leads to."""
+
+    url: str
+    expires: datetime
+
+
 class CopyWeights(Request):
-    """`copy_weights`: into a project, or into a session as the run `model_seq_id`."""
+    """`copy_weights`: into a project, or into a session as the run `model_seq_id`. A weights access token comes in a
+    header."""
 
     source_path: str = Field(max_length=_MAX_PATH)
     destination_project_id: str | None = Field(None, min_length=1, max_length=200)

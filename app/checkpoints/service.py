@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,8 +15,13 @@ from app.db import utc_now
 from app.errors import InvalidRequest, NotFound
 from app.runs.models import Run
 
-TRAINING, SAMPLER = "weights", "sampler_weights"
-_PATH = re.compile(r"tinker://(?P<model_id>[^/\s\0]+)/(?P<kind>weights|sampler_weights)/(?P<name>[A-Za-z0-9._-]+)")
+TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
+LOADABLE = frozenset({TRAINING, SAMPLER})
+"""What runs and samplers can be made of; the rest is for downloading only."""
+KINDS = LOADABLE | {EXTERNAL}
+_PATH = re.compile(
+    r"tinker://(?P<model_id>[^/\s\0]+)/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[A-Za-z0-9._-]+)"
+)
 
 
 def tinker_path(model_id: str, kind: str, name: str) -> str:
@@ -48,12 +53,15 @@ def is_readable(owner_id: str) -> ColumnElement[bool]:
     return or_(Checkpoint.owner_id == owner_id, Checkpoint.public)
 
 
-def resolve(session: Session, owner_id: str, path: str, *, field: str) -> Resolved:
-    """The checkpoint at `path`, the owner's or a published one. Raises InvalidRequest for a malformed path, NotFound
-    otherwise."""
+def resolve(session: Session, owner_id: str, path: str, *, field: str, kinds: Collection[str] = LOADABLE) -> Resolved:
+    """The checkpoint at `path`, the owner's or a published one. Raises InvalidRequest for a malformed path or one of
+    another kind, NotFound otherwise."""
     match = _PATH.fullmatch(path)
     if match is None:
-        raise InvalidRequest(f"{field}: {path!r} is not of the form tinker://<run>/weights|sampler_weights/<name>")
+        raise InvalidRequest(f"{field}: {path!r} is not of the form tinker://<run>/{'|'.join(sorted(kinds))}/<name>")
+    if match["kind"] not in kinds:
+        wanted = " or ".join(sorted(kinds))
+        raise InvalidRequest(f"{field}: {path!r} is one of {match['kind']}; what is needed is one of {wanted}")
     row = session.execute(
         select(Checkpoint, Snapshot, Run)
         .join(Snapshot, Snapshot.id == Checkpoint.snapshot_id)

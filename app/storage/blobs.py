@@ -10,12 +10,14 @@ import re
 import shutil
 import tempfile
 import uuid
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 from app.settings import get_settings
 
+PIECE_BYTES = 2**20
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 
 
@@ -31,6 +33,14 @@ class BlobStore(Protocol):
 
     def get(self, key: str) -> bytes:
         """The bytes of a blob. Raises BlobMissing."""
+
+    def stream(self, key: str, *, start: int, length: int) -> Iterator[bytes]:
+        """`length` bytes of a blob from `start`, in pieces of at most `PIECE_BYTES`. Raises BlobMissing at the first;
+        a blob that ends before that ends the stream."""
+
+    def signed_url(self, key: str, *, filename: str, expires_in_s: int) -> str | None:
+        """An absolute URL by which anybody can fetch a blob for so long, under the name `filename`; None from a store
+        that nobody but us can reach."""
 
     def size(self, key: str) -> int:
         """How many bytes a blob has. Raises BlobMissing."""
@@ -65,6 +75,20 @@ class LocalBlobStore:
             return self._path(key).read_bytes()
         except FileNotFoundError as error:
             raise BlobMissing(key) from error
+
+    def stream(self, key: str, *, start: int, length: int) -> Iterator[bytes]:
+        try:
+            file = self._path(key).open("rb")
+        except FileNotFoundError as error:
+            raise BlobMissing(key) from error
+        with file:
+            file.seek(start)
+            while length and (piece := file.read(min(length, PIECE_BYTES))):
+                length -= len(piece)
+                yield piece
+
+    def signed_url(self, key: str, *, filename: str, expires_in_s: int) -> str | None:
+        return None
 
     def size(self, key: str) -> int:
         try:

@@ -13,8 +13,9 @@ from app.checkpoints import service as checkpoints
 from app.db import Database
 from app.errors import InvalidRequest
 from app.sampling.models import SamplingSession
-from app.storage.blobs import BlobStore
+from app.storage.blobs import BlobStore, new_blob_id
 from workers.model.base import BaseModel
+from workers.model.export import exported_files
 from workers.train import snapshots
 from workers.train.effects import Effect, state_of
 from workers.train.slots import Slot
@@ -54,6 +55,20 @@ class Saver:
             result["sampling_session_id"] = row.id
         effect.result = orjson.dumps(result)
 
+    def save_external(self, effect: Effect, slot: Slot, body: dict[str, Any]) -> None:
+        """`save_weights_external`: the adapter as files to download, which name the base model as the client did."""
+        name = self._free_name(slot, checkpoints.EXTERNAL, body)
+        recipients = body["age_encryption_recipients"]
+        adapter = state_of(slot).adapter
+        exported = exported_files(adapter, slot.run.base_model, self._base, recipients=recipients)
+        files = SnapshotFiles(new_blob_id(), "external", exported)
+        snapshots.write(self._blobs, files)
+        effect.rows.append(self._snapshot_row(effect, slot, files))
+        _name(effect, slot, checkpoints.EXTERNAL, body, files.id)
+        path = checkpoints.tinker_path(slot.run.id, checkpoints.EXTERNAL, name)
+        result = {"path": path, "size_bytes": files.size_bytes, "type": "save_weights_external"}
+        effect.result = orjson.dumps(result)
+
     def _sampler_snapshot(self, effect: Effect, slot: Slot) -> str:
         """The snapshot of the present weights: a new one, or the one that an earlier save of them made."""
         state = state_of(slot)
@@ -68,8 +83,9 @@ class Saver:
         name: str = body["path"]
         with self._database.read() as session:
             taken = checkpoints.exists(session, slot.run.id, kind, name)
-        if taken and not body["overwrite"]:
-            raise InvalidRequest(f"path: the run has a checkpoint {kind}/{name} already; overwrite=true replaces it")
+        if taken and not body.get("overwrite"):
+            way_out = "overwrite=true replaces it" if "overwrite" in body else "delete it, or choose another name"
+            raise InvalidRequest(f"path: the run has a checkpoint {kind}/{name} already; {way_out}")
         return name
 
     @staticmethod
@@ -101,7 +117,7 @@ def _name(effect: Effect, slot: Slot, kind: str, body: dict[str, Any], snapshot_
             name=body["path"],
             snapshot_id=snapshot_id,
             ttl_seconds=body["ttl_seconds"],
-            user_metadata=body["user_metadata"],
+            user_metadata=body.get("user_metadata"),
         )
         details = {"model_id": run.id, "tinker_path": path, "seq_id": seq_id, "ttl_seconds": body["ttl_seconds"]}
         audit.record(session, run.owner_id, "checkpoints", "checkpoint_save", **details)
