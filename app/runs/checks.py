@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from app.custom_losses.allowed import MAX_BATCH_NODES
+from app.custom_losses.graph import LossGraph, LossInput
 from app.errors import InvalidRequest
-from app.runs.loss_specs import LOSS_SPECS, LossSpec
+from app.runs.loss_specs import CUSTOM, LOSS_SPECS, LossSpec
 from app.wire.types import Datum, LossConfig
 
 MAX_TARGETS_PER_TOKEN = 1024
@@ -42,10 +44,50 @@ def check_batch(loss_fn: str, loss_config: LossConfig, data: Sequence[Datum], li
             raise InvalidRequest(f"{where}.loss_fn_inputs[{min(odd)!r}]: must be in every datum or in none")
 
 
+def check_custom_batch(loss_config: LossConfig, data: Sequence[Datum], limits: Limits, graph: LossGraph) -> None:
+    """`check_batch` for a custom loss: every datum has what the upload declares, of its rank (WIRE §2.7). Inputs that
+    the loss does not read are the client's own business."""
+    if odd := sorted(set(loss_config) - {"loss_id"}):
+        raise InvalidRequest(f"loss_fn_config[{odd[0]!r}]: unknown to custom; it takes loss_id")
+    if not data:
+        raise InvalidRequest("data: must hold at least one datum")
+    if len(graph.nodes) * len(data) > MAX_BATCH_NODES:
+        raise InvalidRequest(f"data: {len(data)} datums are too many for a loss of {len(graph.nodes)} nodes")
+    logprobs, *inputs = graph.inputs
+    spec = LossSpec(CUSTOM, ("target_tokens",), two_dimensional=True)
+    for i, datum in enumerate(data):
+        where = f"data[{i}]"
+        _check_tokens(datum, where, limits)
+        if "target_tokens" not in datum.inputs:
+            raise InvalidRequest(f"{where}.loss_fn_inputs['target_tokens']: missing; custom needs it")
+        targets = datum.inputs["target_tokens"]
+        _check_targets(targets, f"{where}.loss_fn_inputs['target_tokens']", len(datum.tokens), spec, limits)
+        if targets.ndim != logprobs.rank:
+            ranks = f"has rank {targets.ndim}, loss {graph.name!r} declares logprobs with rank {logprobs.rank}"
+            raise InvalidRequest(f"{where}.loss_fn_inputs['target_tokens']: {ranks}")
+        for each in inputs:
+            _check_declared(datum, where, each, graph.name)
+
+
+def _check_declared(datum: Datum, where: str, declared: LossInput, loss: str) -> None:
+    field = f"{where}.loss_fn_inputs[{declared.name!r}]"
+    array = datum.inputs.get(declared.name)
+    if array is None:
+        raise InvalidRequest(f"{field}: missing; loss {loss!r} takes it")
+    rank = 0 if declared.rank == 0 and array.shape == (1,) else array.ndim  # a scalar comes without a shape
+    if rank != declared.rank:
+        raise InvalidRequest(f"{field}: has rank {rank}, loss {loss!r} declares it with rank {declared.rank}")
+    if rank and len(array) != len(datum.tokens):
+        n = len(datum.tokens)
+        expected = f"[{n}]" if rank == 1 else f"[{n}, K]"
+        raise InvalidRequest(f"{field}: has shape {list(array.shape)}, expected {expected} like the model_input")
+
+
 def _loss(name: str) -> LossSpec:
     spec = LOSS_SPECS.get(name)
     if spec is None:
-        raise InvalidRequest(f"loss_fn: {name!r} is not supported; supported are {', '.join(sorted(LOSS_SPECS))}")
+        supported = ", ".join(sorted((*LOSS_SPECS, CUSTOM)))
+        raise InvalidRequest(f"loss_fn: {name!r} is not supported; supported are {supported}")
     return spec
 
 
@@ -59,12 +101,8 @@ def _check_config(config: LossConfig, spec: LossSpec) -> None:
 
 
 def _check_datum(datum: Datum, where: str, spec: LossSpec, limits: Limits) -> None:
+    _check_tokens(datum, where, limits)
     n = len(datum.tokens)
-    if n == 0:
-        raise InvalidRequest(f"{where}.model_input: has no tokens")
-    if n > limits.context_length:
-        raise InvalidRequest(f"{where}.model_input: {n} tokens exceed the context of {limits.context_length}")
-    _check_range(datum.tokens, f"{where}.model_input", limits)
     for name in datum.inputs:
         if name not in spec.required and name not in spec.optional:
             known = ", ".join(spec.required + spec.optional)
@@ -78,6 +116,17 @@ def _check_datum(datum: Datum, where: str, spec: LossSpec, limits: Limits) -> No
         if array.shape != targets.shape:
             shapes = f"has shape {list(array.shape)}, target_tokens has {list(targets.shape)}"
             raise InvalidRequest(f"{where}.loss_fn_inputs[{name!r}]: {shapes}")
+    if spec.provenance and not datum.loss_fn_input_spans:
+        raise InvalidRequest(f"{where}.loss_fn_input_spans: missing; {spec.name} needs provenance on every datum")
+
+
+def _check_tokens(datum: Datum, where: str, limits: Limits) -> None:
+    n = len(datum.tokens)
+    if n == 0:
+        raise InvalidRequest(f"{where}.model_input: has no tokens")
+    if n > limits.context_length:
+        raise InvalidRequest(f"{where}.model_input: {n} tokens exceed the context of {limits.context_length}")
+    _check_range(datum.tokens, f"{where}.model_input", limits)
 
 
 def _check_targets(targets: np.ndarray, field: str, n: int, spec: LossSpec, limits: Limits) -> None:

@@ -15,7 +15,7 @@ class LossSpec:
 
     `required` and `optional`: names of the per-token arrays of `loss_fn_inputs`, each as long as the datum. `config`:
     the keys of `loss_fn_config` with their defaults. `two_dimensional`: whether arrays may be [N, K], several targets
-    per token.
+    per token. `provenance`: whether every datum has to say which recorded sequences it consists of.
     """
 
     name: str
@@ -23,6 +23,7 @@ class LossSpec:
     optional: tuple[str, ...] = ()
     config: Mapping[str, float] = field(default_factory=dict)
     two_dimensional: bool = False
+    provenance: bool = False
 
 
 _SAMPLED = ("target_tokens", "logprobs", "advantages")
@@ -41,7 +42,16 @@ LOSS_SPECS: Mapping[str, LossSpec] = {
         LossSpec("ppo", _SAMPLED, _CLIP, _clip(0.8, 1.2)),
         LossSpec("cispo", _SAMPLED, _CLIP, _clip(0.0, 4.0)),
         LossSpec("dro", _SAMPLED, (), {"beta": 0.05}),
-        LossSpec("gspo", (*_SAMPLED, "sequence_ratio_mask"), _CLIP, _clip(0.8, 1.2)),
+        LossSpec("gspo", _SAMPLED, ("sequence_ratio_mask", *_CLIP), _clip(0.8, 1.2)),
+        LossSpec(
+            "stable_reinforce",
+            ("target_tokens", "advantages"),
+            ("logprobs",),
+            {"clip_cap": 2.0, "mask_low": 0.125, "mask_high": 8.0, "kl_coeff": 0.0},
+            provenance=True,
+        ),
     )
 }
-"""By name. `stable_reinforce` and `custom` are not served yet, and are refused by name."""
+"""By name. What `custom` takes, its upload says: `app.custom_losses`."""
+
+CUSTOM = "custom"

@@ -22,12 +22,14 @@ from app.runs.loss_specs import LOSS_SPECS
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """`arrays`: the request's named inputs, float32 [M] or [M, K] (without `target_tokens`). `config`: complete,
-    defaults filled in. `lengths`: tokens of each datum; they add up to M.
+    defaults filled in. `lengths`: tokens of each datum; they add up to M. `sampled`: bool [M], which targets are
+    sampled tokens, for losses that take provenance.
     """
 
     arrays: Mapping[str, Tensor]
     config: Mapping[str, float]
     lengths: Sequence[int]
+    sampled: Tensor | None = None
 
     def threshold(self, name: str) -> Tensor | float:
         """A clipping bound: per token if the datums bring it, else from the configuration."""
@@ -82,9 +84,11 @@ def dro(lp: Tensor, inputs: LossInputs) -> Loss:
 
 def gspo(lp: Tensor, inputs: LossInputs) -> Loss:
     """The sequence's ratio s = exp(mean over `sequence_ratio_mask` ≠ 0 of sg[lp] − q) with each token's own gradient,
-    s_t = s·exp(lp − sg[lp]); then −Σ min(s_t·A, clamp(s_t, lo, hi)·A). A datum with an empty mask has s = 1."""
+    s_t = s·exp(lp − sg[lp]); then −Σ min(s_t·A, clamp(s_t, lo, hi)·A). Without a mask the mean is over the sampled
+    tokens. A datum with an empty mask has s = 1."""
     fixed = lp.detach()
-    mask = (inputs.arrays["sequence_ratio_mask"] != 0).to(lp.dtype)
+    given = inputs.arrays.get("sequence_ratio_mask")
+    mask = (_sampled(inputs) if given is None else given != 0).to(lp.dtype)
     lengths = torch.tensor(inputs.lengths, device=lp.device)
     datum = torch.repeat_interleave(torch.arange(len(lengths), device=lp.device), lengths, output_size=len(lp))
     log_ratio = torch.where(mask != 0, fixed - inputs.arrays["logprobs"], 0.0)
@@ -94,6 +98,21 @@ def gspo(lp: Tensor, inputs: LossInputs) -> Loss:
     return _clipped_surrogate(sequence_ratio, torch.exp(fixed - inputs.arrays["logprobs"]), inputs)
 
 
+def stable_reinforce(lp: Tensor, inputs: LossInputs) -> Loss:
+    """−Σ sg[min(r, clip_cap)]·lp·A over the sampled tokens whose r is inside [mask_low, mask_high], plus
+    kl_coeff·Σ ½(lp − q)² over all sampled tokens; q is the logprob on record. Our own formula (docs/losses.md)."""
+    assert inputs.sampled is not None
+    config, sampled, q = inputs.config, inputs.sampled, inputs.arrays["logprobs"]
+    ratio = torch.exp(lp.detach() - q)
+    outside = (ratio < config["mask_low"]) | (ratio > config["mask_high"])  # false for NaN, which is kept
+    weight = ratio.clamp(max=config["clip_cap"])
+    policy = torch.where(sampled & ~outside, weight * lp * inputs.arrays["advantages"], 0.0)
+    value = -_sum(policy)
+    if config["kl_coeff"]:
+        value = value + config["kl_coeff"] * _sum(torch.where(sampled, 0.5 * (lp - q).square(), 0.0))
+    return Loss(value, ratio, outside | (weight != ratio))
+
+
 LOSSES: Mapping[str, LossFunction] = {
     "cross_entropy": cross_entropy,
     "importance_sampling": importance_sampling,
@@ -101,6 +120,7 @@ LOSSES: Mapping[str, LossFunction] = {
     "cispo": cispo,
     "dro": dro,
     "gspo": gspo,
+    "stable_reinforce": stable_reinforce,
 }
 
 
@@ -134,15 +154,20 @@ def evaluate(name: str, lp: Tensor, inputs: LossInputs) -> Evaluated:
     return Evaluated(grad, _sums(loss, lp, inputs))
 
 
+def _sampled(inputs: LossInputs) -> Tensor:
+    """Which tokens were sampled, bool [M]: those that provenance says, else those that have a logprob or an advantage,
+    since prompt tokens carry zeros in both."""
+    if inputs.sampled is not None:
+        return inputs.sampled
+    return (inputs.arrays["logprobs"] != 0) | (inputs.arrays["advantages"] != 0)
+
+
 def _sums(loss: Loss, lp: Tensor, inputs: LossInputs) -> Tensor:
-    """[value, sampled tokens, Σ ratio, Σ clipped, Σ (q − lp), max ratio]; over sampled tokens, which are those that
-    have a logprob or an advantage: prompt tokens carry zeros in both.
-    """
+    """[value, sampled tokens, Σ ratio, Σ clipped, Σ (q − lp), max ratio]; over sampled tokens."""
     value = loss.value.detach()
     if loss.ratio is None or loss.clipped is None:
         return torch.cat([value.view(1), value.new_zeros(5)])
-    q = inputs.arrays["logprobs"]
-    sampled = (q != 0) | (inputs.arrays["advantages"] != 0)
+    q, sampled = inputs.arrays["logprobs"], _sampled(inputs)
     columns = torch.stack([sampled.float(), loss.ratio.detach(), loss.clipped.float(), q - lp])
     columns = torch.where(sampled, columns, 0.0)
     return torch.cat([value.view(1), columns.sum(1, dtype=torch.float64), columns[1].max().double().view(1)])
@@ -152,7 +177,7 @@ def combined_metrics(name: str, sums: Tensor) -> dict[str, float]:
     """Metrics of a request from the `sums` [parts, 6] (float64, on the CPU) of its micro-batches."""
     value, count, ratio, clipped, kl = sums[:, :5].sum(0).tolist()
     metrics = {"loss:sum": value}
-    if "logprobs" in LOSS_SPECS[name].required:
+    if "advantages" in LOSS_SPECS[name].required:
         count = max(count, 1.0)
         metrics["ratio:mean"] = ratio / count
         metrics["ratio:max"] = float(sums[:, 5].max())

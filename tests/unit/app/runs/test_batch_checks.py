@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from app.custom_losses.graph import LossGraph, LossInput
 from app.errors import InvalidRequest
-from app.runs.checks import Limits, check_batch
+from app.runs.checks import Limits, check_batch, check_custom_batch
 from app.runs.loss_specs import LOSS_SPECS
-from app.wire.types import Datum
+from app.wire.types import Datum, ProvenanceSpan
 
 LIMITS = Limits(vocab_size=10, context_length=4)
 
@@ -32,8 +33,11 @@ def without_targets(**inputs: np.ndarray) -> Datum:
 
 
 def good(loss: str) -> Datum:
-    """A datum with every required input of a loss."""
-    return datum(**{name: floats(0.5, 0.5, 0.5) for name in LOSS_SPECS[loss].required if name != "target_tokens"})
+    """A datum with everything that a loss requires."""
+    spec = LOSS_SPECS[loss]
+    made = datum(**{name: floats(0.5, 0.5, 0.5) for name in spec.required if name != "target_tokens"})
+    spans = (ProvenanceSpan(True, "s", 0, 3),) if spec.provenance else ()
+    return Datum(made.tokens, made.inputs, spans, spans)
 
 
 @pytest.mark.parametrize("loss", LOSS_SPECS)
@@ -103,9 +107,48 @@ def test_an_empty_batch_is_refused() -> None:
         check_batch("cross_entropy", {}, [], LIMITS)
 
 
-@pytest.mark.parametrize("loss", ["no_such_loss", "", "custom", "stable_reinforce"])
+def test_stable_reinforce_needs_provenance_on_every_datum() -> None:
+    whole = good("stable_reinforce")
+    with pytest.raises(InvalidRequest, match=r"data\[1\].loss_fn_input_spans: missing"):
+        check_batch("stable_reinforce", {}, [whole, Datum(whole.tokens, whole.inputs)], LIMITS)
+
+
+LOSS = LossGraph("mine", (LossInput("logprobs", 1), LossInput("scale", 0), LossInput("w", 1)), (), (), "x", {})
+
+
+def custom_datum(**inputs: np.ndarray) -> Datum:
+    return datum(**{"scale": floats(0.5), "w": floats(1, 2, 3), "extra": ints(1)} | inputs)
+
+
+def test_a_custom_loss_takes_what_its_upload_declares_and_leaves_the_rest() -> None:
+    check_custom_batch({"loss_id": "l"}, [custom_datum(), custom_datum(w=ints(1, 2, 3))], LIMITS, LOSS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (datum(w=floats(1, 2, 3)), r"data\[1\].loss_fn_inputs\['scale'\]: missing; loss 'mine' takes it"),
+        (custom_datum(scale=floats(1, 2)), r"\['scale'\]: has rank 1, loss 'mine' declares it with rank 0"),
+        (custom_datum(w=np.ones((3, 2), np.float32)), r"\['w'\]: has rank 2"),
+        (custom_datum(w=floats(1, 2)), r"\['w'\]: has shape \[2\], expected \[3\]"),
+        (custom_datum(target_tokens=np.ones((3, 2), np.int64)), "declares logprobs with rank 1"),
+        (without_targets(scale=floats(1), w=floats(1, 2, 3)), "target_tokens'\\]: missing"),
+        (custom_datum(target_tokens=ints(1, 2, 10)), "token 10"),
+    ],
+)
+def test_a_datum_that_a_custom_loss_cannot_take_names_the_input(wrong: Datum, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        check_custom_batch({"loss_id": "l"}, [custom_datum(), wrong], LIMITS, LOSS)
+
+
+def test_a_custom_loss_has_no_other_config() -> None:
+    with pytest.raises(InvalidRequest, match=r"loss_fn_config\['graph'\]: unknown to custom"):
+        check_custom_batch({"loss_id": "l", "graph": "{}"}, [custom_datum()], LIMITS, LOSS)
+
+
+@pytest.mark.parametrize("loss", ["no_such_loss", ""])
 def test_a_loss_that_is_not_served_is_refused_with_those_that_are(loss: str) -> None:
-    with pytest.raises(InvalidRequest, match="cross_entropy, dro") as caught:
+    with pytest.raises(InvalidRequest, match="cross_entropy, custom, dro") as caught:
         check_batch(loss, {}, [datum()], LIMITS)
     assert caught.value.detail.startswith(f"loss_fn: {loss!r}")
 

@@ -11,7 +11,16 @@ from pydantic import BaseModel
 
 from app.errors import InvalidRequest
 from app.runs.requests import fingerprint, validate
-from app.runs.schemas import CreateFromWeights, CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler
+from app.runs.schemas import (
+    CreateFromWeights,
+    CreateModel,
+    LoadWeights,
+    OptimStep,
+    OtherOptimStep,
+    SaveWeights,
+    SaveWeightsExternal,
+    SaveWeightsForSampler,
+)
 
 CREATE = {"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
 STEP = {"model_id": "s:train:0", "seq_id": 1, "adam_params": {"learning_rate": 1e-3}}
@@ -19,11 +28,14 @@ SAVE = {"model_id": "s:train:0", "seq_id": 1, "path": "first"}
 EPHEMERAL = {"model_id": "s:train:0", "seq_id": 1, "sampling_session_seq_id": 0}
 LOAD = {"model_id": "s:train:0", "seq_id": 1, "path": "tinker://s:train:0/weights/a", "optimizer": True}
 LOAD_NEW = {"session_id": "s", "model_seq_id": 0, "path": "tinker://s:train:0/weights/a", "optimizer": True}
+DIMUON_STEP = {"model_id": "s:train:0", "seq_id": 1, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}
 GOOD: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (CreateModel, CREATE),
     (OptimStep, STEP),
+    (OtherOptimStep, DIMUON_STEP),
     (SaveWeights, SAVE),
     (SaveWeightsForSampler, SAVE),
+    (SaveWeightsExternal, SAVE),
     (SaveWeightsForSampler, EPHEMERAL),
     (LoadWeights, LOAD),
     (CreateFromWeights, LOAD_NEW),
@@ -57,7 +69,18 @@ WRONG: dict[str, tuple[type[BaseModel], dict[str, Any], str]] = {
         CREATE | {"lora_config": {"train_mlp": False, "train_attn": False, "train_unembed": False}},
         "lora_config: at least one of",
     ),
-    "optimizer": (CreateModel, CREATE | {"optimizer_config": {"type": "dimuon"}}, "optimizer_config.type"),
+    "optimizer": (CreateModel, CREATE | {"optimizer_config": {"type": "sgd"}}, "optimizer_config.type"),
+    "optimizer's version": (
+        CreateModel,
+        CREATE | {"optimizer_config": {"type": "dimuon", "version": 2}},
+        "optimizer_config.version",
+    ),
+    "other step": (OtherOptimStep, DIMUON_STEP | {"optimizer_params": {"type": "sgd"}}, "optimizer_params.type"),
+    "momentum": (
+        OtherOptimStep,
+        DIMUON_STEP | {"optimizer_params": {"type": "dimuon", "learning_rate": 1, "beta1": 1}},
+        "optimizer_params.beta1",
+    ),
     "unknown in a part": (CreateModel, CREATE | {"lora_config": {"alpha": 1}}, "lora_config.alpha: unknown field"),
     "beta": (OptimStep, STEP | {"adam_params": {"beta1": 1.0}}, "adam_params.beta1"),
     "learning rate": (OptimStep, STEP | {"adam_params": {"learning_rate": -1}}, "adam_params.learning_rate"),
@@ -70,7 +93,11 @@ WRONG: dict[str, tuple[type[BaseModel], dict[str, Any], str]] = {
     "both forms": (SaveWeightsForSampler, SAVE | EPHEMERAL, "exactly one of path and sampling_session_seq_id"),
     "neither form": (SaveWeightsForSampler, {"model_id": "m", "seq_id": 1}, "exactly one of"),
     "named inflight": (SaveWeightsForSampler, SAVE | {"kind": "inflight"}, "kind"),
-    "token": (LoadWeights, LOAD | {"weights_access_token": "t"}, "weights_access_token"),
+    "no recipients": (SaveWeightsExternal, SAVE | {"age_encryption_recipients": []}, "age_encryption_recipients"),
+    "recipients": (SaveWeightsExternal, SAVE | {"age_encryption_recipients": ["a"] * 11}, "age_encryption_recipients"),
+    "short life of an export": (SaveWeightsExternal, SAVE | {"ttl_seconds": 1}, "ttl_seconds"),
+    "overwriting an export": (SaveWeightsExternal, SAVE | {"overwrite": True}, "overwrite: unknown field"),
+    "token": (LoadWeights, LOAD | {"weights_access_token": 7}, "weights_access_token"),
 }
 
 

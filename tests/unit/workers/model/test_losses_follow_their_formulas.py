@@ -57,6 +57,17 @@ def gspo(lp: Tensor, x: Mapping[str, Tensor], c: Mapping[str, float]) -> Tensor:
     return surrogate(s * torch.exp(lp - lp.detach()), x, c)
 
 
+def stable_reinforce(lp: Tensor, x: Mapping[str, Tensor], c: Mapping[str, float]) -> Tensor:
+    total = lp.new_zeros(())
+    for i in range(len(lp)):
+        if x["sampled"][i]:
+            r = float(torch.exp(lp[i] - x["logprobs"][i]).detach())
+            if c["mask_low"] <= r <= c["mask_high"]:
+                total = total - min(r, c["clip_cap"]) * lp[i] * x["advantages"][i]
+            total = total + c["kl_coeff"] * 0.5 * (lp[i] - x["logprobs"][i]) ** 2
+    return total
+
+
 FORMULAS: dict[str, Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]] = {
     "cross_entropy": cross_entropy,
     "importance_sampling": importance_sampling,
@@ -64,7 +75,13 @@ FORMULAS: dict[str, Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]]
     "cispo": cispo,
     "dro": dro,
     "gspo": gspo,
+    "stable_reinforce": stable_reinforce,
 }
+
+
+def loss_inputs(arrays: Mapping[str, Tensor], config: Mapping[str, float]) -> LossInputs:
+    sampled = arrays["sampled"].bool() if "sampled" in arrays else None
+    return LossInputs({key: value for key, value in arrays.items() if key != "sampled"}, config, LENGTHS, sampled)
 
 
 def random_inputs(name: str, seed: int, per_token_clip: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -74,14 +91,15 @@ def random_inputs(name: str, seed: int, per_token_clip: bool) -> tuple[Tensor, d
     spec = LOSS_SPECS[name]
     arrays = {
         "weights": torch.randn(total, generator=generator),
-        "logprobs": lp + torch.randn(total, generator=generator) * 0.4,
+        "logprobs": lp + torch.randn(total, generator=generator) * (1.6 if spec.provenance else 0.4),
         "advantages": torch.randn(total, generator=generator),
         "sequence_ratio_mask": (torch.rand(total, generator=generator) > 0.4).float(),
         "clip_low_threshold": torch.rand(total, generator=generator),
         "clip_high_threshold": 1 + torch.rand(total, generator=generator),
     }
     arrays["sequence_ratio_mask"][LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] = 0
-    names = {*spec.required, *spec.optional}
+    arrays["sampled"] = (torch.rand(total, generator=generator) > 0.2).float()
+    names = {*spec.required, *spec.optional, *(["sampled"] if spec.provenance else [])}
     if not per_token_clip:
         names -= {"clip_low_threshold", "clip_high_threshold"}
     return lp, {key: value for key, value in arrays.items() if key in names}
@@ -100,7 +118,7 @@ def test_value_and_gradient_equal_the_formula(name: str, variant: str) -> None:
         config = {key: value * 1.1 + 0.03 for key, value in config.items()}
     for seed in range(5):
         lp, arrays = random_inputs(name, seed, variant == "per-token")
-        grad, sums = evaluate(name, lp, LossInputs(arrays, config, LENGTHS))
+        grad, sums = evaluate(name, lp, loss_inputs(arrays, config))
         exact = lp.double().requires_grad_()
         total = exact.new_zeros(())
         for datum in torch.arange(len(lp)).split(LENGTHS):
@@ -116,6 +134,17 @@ def test_cross_entropy_without_weights_weighs_one() -> None:
     grad, sums = evaluate("cross_entropy", lp, LossInputs({}, {}, [4]))
     assert torch.equal(grad, -torch.ones(4, 3))
     assert float(sums[0]) == pytest.approx(-float(lp.double().sum()))
+
+
+def test_gspo_without_a_mask_takes_the_mean_over_sampled_tokens() -> None:
+    lp, arrays = random_inputs("gspo", 7, per_token_clip=False)
+    arrays["logprobs"][:3] = arrays["advantages"][:3] = 0.0
+    config = full_config("gspo", {})
+    mask = ((arrays["logprobs"] != 0) | (arrays["advantages"] != 0)).float()
+    masked = evaluate("gspo", lp, loss_inputs(arrays | {"sequence_ratio_mask": mask}, config))
+    del arrays["sequence_ratio_mask"]
+    plain = evaluate("gspo", lp, loss_inputs(arrays, config))
+    assert torch.equal(plain.grad, masked.grad) and torch.equal(plain.sums, masked.sums)
 
 
 def test_metrics_are_over_sampled_tokens_of_all_parts() -> None:
@@ -151,7 +180,8 @@ def test_a_pass_with_a_sampled_loss_equals_peft(qwen: BaseModel, name: str) -> N
             "advantages": draw.normal(size=n).astype(np.float32),
             "sequence_ratio_mask": np.ones(n, np.float32),
         }
-        data.append(Datum(datum.tokens, {key: arrays[key] for key in LOSS_SPECS[name].required}))
+        names = [*LOSS_SPECS[name].required, *(["sequence_ratio_mask"] if name == "gspo" else [])]
+        data.append(Datum(datum.tokens, {key: arrays[key] for key in names}))
     config = LOSS_SPECS[name].config
 
     def loss(lp: Tensor, inputs: Mapping[str, np.ndarray]) -> Tensor:

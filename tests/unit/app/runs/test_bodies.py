@@ -1,0 +1,35 @@
+"""Bodies that are stored while they are checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.runs.bodies import FOLDER, BodyStore
+from app.storage.blobs import LocalBlobStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BodyStore:
+    return BodyStore(LocalBlobStore(tmp_path), inline_bytes=10)
+
+
+def test_a_small_body_stays_in_the_row(store: BodyStore) -> None:
+    with store.begin(b"small") as body:
+        assert body.payload().inline == b"small"
+    assert store.blobs.list(FOLDER) == []
+
+
+def test_a_large_body_that_is_taken_stays(store: BodyStore) -> None:
+    with store.begin(b"x" * 100) as body:
+        payload = body.payload()
+    assert payload.blob is not None
+    assert store.blobs.list(FOLDER) == [payload.blob]
+    assert store.blobs.get(payload.blob) == b"x" * 100
+
+
+def test_a_large_body_that_is_not_taken_goes(store: BodyStore) -> None:
+    with pytest.raises(ZeroDivisionError), store.begin(b"x" * 100):
+        raise ZeroDivisionError
+    assert store.blobs.list(FOLDER) == []
