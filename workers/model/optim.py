@@ -1,16 +1,20 @@
-"""Optimizers on adapters' flat buffers (SEMANTICS §5)."""
+"""Optimizer steps of several runs at once, of whatever kinds (SEMANTICS §5)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from app.wire.types import AdamParams
-from workers.model.lora import Adapter
+from app.wire.types import AdamParams, DimuonParams
+from workers.model.adamw import AdamState, adamw_update
+from workers.model.adapter import Adapter
+from workers.model.dimuon import DimuonState, dimuon_update
+from workers.model.pieces import Norms, StepNorms, groups
+
+OptimizerState = AdamState | DimuonState
+OptimizerParams = AdamParams | DimuonParams
 
 
 class NonFiniteGradient(ValueError):
@@ -20,74 +24,78 @@ class NonFiniteGradient(ValueError):
         super().__init__("the gradient is not finite; it was cleared and no step was taken")
 
 
-@dataclass(slots=True, eq=False)
-class AdamState:
-    """AdamW's moments of one run, float32 [P] like its adapter's `flat`, and the number of steps taken."""
-
-    m: Tensor
-    v: Tensor
-    step: int = 0
-
-    @classmethod
-    def zeros(cls, adapter: Adapter) -> AdamState:
-        """The state before the first step."""
-        return cls(torch.zeros_like(adapter.flat), torch.zeros_like(adapter.flat))
+def fresh_state(kind: str, adapter: Adapter) -> OptimizerState:
+    """The state of the optimizer `kind` before the first step. Raises ValueError if there is no such kind."""
+    if kind == AdamState.kind:
+        return AdamState.zeros(adapter)
+    if kind == DimuonState.kind:
+        return DimuonState.zeros(adapter)
+    raise ValueError(f"there is no optimizer {kind!r}")
 
 
 @torch.no_grad()
-def adamw_step(
-    items: Sequence[tuple[Adapter, AdamState, AdamParams]],
+def optimizer_step(
+    items: Sequence[tuple[Adapter, OptimizerState, OptimizerParams]],
 ) -> list[dict[str, float] | NonFiniteGradient]:
-    """One step of each run, each with its own hyperparameters and step count; consumes and clears the gradients.
+    """One step of each run, each with its own optimizer, hyperparameters and step count; consumes and clears the
+    gradients. The parameters are of the kind of the state.
 
-    The arithmetic is that of `torch.optim.AdamW`, clipping that of `clip_grad_norm_` over the whole adapter. Returns
-    the metrics of SEMANTICS §5 (`grad_norm` is from before clipping), or `NonFiniteGradient` for a run that was
+    AdamW's arithmetic is that of `torch.optim.AdamW`, clipping that of `clip_grad_norm_` over the whole adapter.
+    Returns the metrics of SEMANTICS §5 (`grad_norm` is from before clipping), or `NonFiniteGradient` for a run that was
     refused.
     """
     if not items:
         return []
-    grad_norms = _to_host([_norm(adapter.grad_flat) for adapter, _, _ in items])
-    norms: list[Tensor] = []
-    for (adapter, state, params), grad_norm in zip(items, grad_norms, strict=True):
-        if math.isfinite(grad_norm):
-            if params.grad_clip_norm > 0:
-                adapter.grad_flat.mul_(min(1.0, params.grad_clip_norm / (grad_norm + 1e-6)))
-            before = adapter.flat.clone()
-            _adamw(adapter.flat, adapter.grad_flat, state, params)
-            norms += [_norm(torch.sub(adapter.flat, before, out=before)), _norm(adapter.flat)]
-        adapter.zero_grad()
-    measured = iter(_to_host(norms))
-    return [
-        {
-            "grad_norm": grad_norm,
-            "update_norm": next(measured),
-            "weight_norm": next(measured),
-            "learning_rate": params.learning_rate,
+    grad_norms = _grad_norms([adapter for adapter, _, _ in items])
+    finite = [i for i, norm in enumerate(grad_norms) if math.isfinite(norm)]
+    _clip([(items[i][0], items[i][2], grad_norms[i]) for i in finite])
+    adams, dimuons = [], []
+    for i in finite:
+        adapter, state, params = items[i]
+        if isinstance(state, AdamState):
+            assert isinstance(params, AdamParams)
+            adams.append((i, adapter, state, params))
+        else:
+            assert isinstance(params, DimuonParams)
+            dimuons.append((i, adapter, state, params))
+    norms = StepNorms()
+    if adams:
+        adamw_update(adams, norms)
+    if dimuons:
+        dimuon_update(dimuons, norms)
+    _clear([adapter for adapter, _, _ in items])
+    outcomes: list[dict[str, float] | NonFiniteGradient] = [NonFiniteGradient() for _ in items]
+    for i, (weight_norm, update_norm) in norms.read().items():
+        outcomes[i] = {
+            "grad_norm": grad_norms[i],
+            "update_norm": update_norm,
+            "weight_norm": weight_norm,
+            "learning_rate": items[i][2].learning_rate,
         }
-        if math.isfinite(grad_norm)
-        else NonFiniteGradient()
-        for (_, _, params), grad_norm in zip(items, grad_norms, strict=True)
+    return outcomes
+
+
+def _grad_norms(adapters: Sequence[Adapter]) -> list[float]:
+    norms = Norms()
+    for owners, (grads,) in groups([(adapter.grad_flat,) for adapter in adapters]):
+        norms.add(owners, grads)
+    found = norms.read()
+    return [found[i] for i in range(len(adapters))]
+
+
+def _clip(runs: Sequence[tuple[Adapter, OptimizerParams, float]]) -> None:
+    """Scale the gradients of those runs that ask for it and are over their limit."""
+    factors = [
+        (adapter.grad_flat, params.grad_clip_norm / (grad_norm + 1e-6))
+        for adapter, params, grad_norm in runs
+        if params.grad_clip_norm > 0
     ]
+    over = [(grad, factor) for grad, factor in factors if factor < 1]
+    if over:
+        torch._foreach_mul_([grad for grad, _ in over], [factor for _, factor in over])
 
 
-def _adamw(weights: Tensor, grad: Tensor, state: AdamState, params: AdamParams) -> None:
-    """In the order of operations of torch's single-tensor AdamW, so that a run alone in torch gives the same bits."""
-    state.step += 1
-    if params.weight_decay:
-        weights.mul_(1 - params.learning_rate * params.weight_decay)
-    state.m.lerp_(grad, 1 - params.beta1)
-    state.v.mul_(params.beta2).addcmul_(grad, grad, value=1 - params.beta2)
-    correction1 = 1 - params.beta1**state.step
-    correction2 = 1 - params.beta2**state.step
-    denominator = state.v.sqrt().div_(correction2**0.5).add_(params.eps)
-    weights.addcdiv_(state.m, denominator, value=-params.learning_rate / correction1)
-
-
-def _norm(x: Tensor) -> Tensor:
-    """L2 norm in float64: finite exactly if all of `x` is."""
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
-    return norm
-
-
-def _to_host(scalars: Sequence[Tensor]) -> list[float]:
-    return torch.stack(list(scalars)).tolist() if scalars else []
+def _clear(adapters: Sequence[Adapter]) -> None:
+    torch._foreach_zero_([adapter.grad_flat for adapter in adapters])
+    for adapter in adapters:
+        adapter.has_grad = False

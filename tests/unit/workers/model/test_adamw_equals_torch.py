@@ -6,7 +6,7 @@ from torch import nn
 
 from app.wire.types import AdamParams, LoraConfig
 from workers.model.lora import Adapter
-from workers.model.optim import AdamState, NonFiniteGradient, adamw_step
+from workers.model.optim import AdamState, NonFiniteGradient, optimizer_step
 
 SHAPES = {"a": (24, 16), "b": (8, 40)}
 PARAMS = [
@@ -41,7 +41,7 @@ def test_steps_equal_torch_bit_for_bit() -> None:
         for i in active:
             set_grad(runs[i][0], 100 * step + i)
             theirs[i].grad = runs[i][0].grad_flat.clone()
-        metrics = adamw_step([(*runs[i], PARAMS[i]) for i in active])
+        metrics = optimizer_step([(*runs[i], PARAMS[i]) for i in active])
         for i, found in zip(active, metrics, strict=True):
             norm = float(theirs[i].grad.norm())  # type: ignore[union-attr]
             if PARAMS[i].grad_clip_norm:
@@ -64,23 +64,23 @@ def test_steps_equal_torch_bit_for_bit() -> None:
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 def test_a_non_finite_gradient_is_refused_and_cleared_alone(poison: float) -> None:
     (sick, sick_state), (well, well_state), (alone, alone_state) = make(1), make(2), make(2)
-    adamw_step([(sick, sick_state, PARAMS[1])])
+    optimizer_step([(sick, sick_state, PARAMS[1])])
     for adapter, seed in ((sick, 1), (well, 2), (alone, 2)):
         set_grad(adapter, seed)
     sick.grad_flat[5] = poison
     before = [tensor.clone() for tensor in (sick.flat, sick_state.m, sick_state.v)]
-    refused, stepped = adamw_step([(sick, sick_state, PARAMS[1]), (well, well_state, PARAMS[2])])
+    refused, stepped = optimizer_step([(sick, sick_state, PARAMS[1]), (well, well_state, PARAMS[2])])
     assert isinstance(refused, NonFiniteGradient)
     assert isinstance(stepped, dict)
     assert sick_state.step == 1 and not sick.grad_flat.any() and not sick.has_grad
     assert all(torch.equal(a, b) for a, b in zip((sick.flat, sick_state.m, sick_state.v), before, strict=True))
-    adamw_step([(alone, alone_state, PARAMS[2])])
+    optimizer_step([(alone, alone_state, PARAMS[2])])
     assert torch.equal(well.flat, alone.flat)
 
 
 def test_large_but_finite_gradients_are_not_refused() -> None:
     adapter, state = make(1)
     adapter.grad_flat.fill_(1e25)
-    (metrics,) = adamw_step([(adapter, state, AdamParams(grad_clip_norm=1.0))])
+    (metrics,) = optimizer_step([(adapter, state, AdamParams(grad_clip_norm=1.0))])
     assert isinstance(metrics, dict)
     assert torch.isfinite(adapter.flat).all()

@@ -6,7 +6,7 @@ from app.wire.types import AdamParams
 from tests.unit.workers.model import model_reference as reference
 from workers.model.base import BaseModel
 from workers.model.forward import Work, run_pass
-from workers.model.optim import AdamState, adamw_step
+from workers.model.optim import AdamState, optimizer_step
 
 STEPS = 5
 
@@ -23,7 +23,7 @@ def test_trajectories_equal(base: BaseModel) -> None:
         data = [reference.random_data(10 * step + i, [9, 17, 4]) for i in range(2)]
         works = [Work(adapter, d, "cross_entropy") for adapter, d in zip(adapters, data, strict=True)]
         run_pass(base, works, micro_batch_tokens=64)
-        adamw_step([(adapter, state, params) for adapter, state in zip(adapters, states, strict=True)])
+        optimizer_step([(adapter, state, params) for adapter, state in zip(adapters, states, strict=True)])
         for i in range(2):
             optimizers[i].zero_grad()
             peft[i].backward(data[i])
