@@ -4,18 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/\s]+$")]
 SessionSeq = Annotated[int, Field(ge=0, le=2**31 - 1)]
 RunSeq = Annotated[int, Field(ge=1, le=2**31 - 1)]
-JsonObject = dict[str, Any]
+
+
+def _storable(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise ValueError("its values are nested too deeply") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_storable)]
+"""Any JSON that an answer can carry back."""
 
 
 class Request(BaseModel):
-    """A request body. A field that we do not know is refused by name, never ignored."""
+    """A request body. A field that we do not know is refused by name, never ignored; one that is null says nothing, as
+    if it were absent (WIRE §11), unless the schema gives null a meaning by requiring the field."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        required = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in data.items() if value is not None or name in required}
 
 
 class LenientRequest(BaseModel):
