@@ -2,80 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import tinker
-from click.testing import CliRunner, Result
 from tinker import types
-from tinker.cli.__main__ import main_cli
-from tinker.cli.exceptions import TinkerCliError
-from tinker.lib.internal_client_holder import _SessionlessHolderCache
-from tinker.lib.public_interfaces import rest_client_common
 
+from app.wire import perfetto_pb2
 from tests.e2e.conftest import MODEL
-from tests.e2e.data import batch, largest_gap, logprobs, train
+from tests.e2e.data import largest_gap, logprobs
 from tests.e2e.service import Service
-
-DATA = batch(33, [12])
-
-
-@dataclass
-class Tenant:
-    """A key, and the SDK's clients with it."""
-
-    base_url: str
-    key: str
-
-    @property
-    def rest(self) -> tinker.RestClient:
-        return tinker.RestClient(base_url=self.base_url, api_key=self.key)
-
-    def connect(self, **options: Any) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.base_url, api_key=self.key, **options)
-
-    def run(self, **options: Any) -> tinker.TrainingClient:
-        """A run after one step."""
-        run = self.connect().create_lora_training_client(base_model=MODEL, rank=8, **options).result(60)
-        train(run, DATA, 1)
-        return run
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"TINKER_BASE_URL": self.base_url, "TINKER_API_KEY": self.key}
-
-    def _invoke(self, *arguments: str) -> Result:
-        """The SDK keeps the connection of the first key that a process takes from its environment: not here."""
-        with patch.object(rest_client_common, "sessionless_holder_cache", _SessionlessHolderCache()):
-            return CliRunner().invoke(main_cli, arguments, env=self.environment)
-
-    def command(self, *arguments: str) -> str:
-        """What the `tinker` command prints. It runs in this process: it takes seconds to start in one of its own."""
-        result = self._invoke(*arguments)
-        assert result.exit_code == 0, result.output + repr(result.exception)
-        return str(result.stdout)
-
-    def told(self, *arguments: str) -> Any:
-        """What the `tinker` command tells in JSON."""
-        printed = self.command("--format", "json", *arguments)
-        return json.loads(printed) if printed.strip() else None
-
-    def failed(self, *arguments: str) -> str:
-        """What the `tinker` command says of its failure."""
-        error = self._invoke(*arguments).exception
-        assert isinstance(error, TinkerCliError), repr(error)
-        return f"{error.message}\n{error.details}"
+from tests.e2e.tenant import DATA, Tenant
 
 
 @pytest.fixture
@@ -216,8 +160,16 @@ def test_sessions_are_listed_searched_and_moved(ada: Tenant) -> None:
     finished = [types.ClientFinishedSessionStatusQuery(reasons=["success"])]
     (found,) = rest.search_sessions(types.SessionSearchRequest(statuses=finished)).result(10).sessions
     assert found.session_id == session_id
-    with refused("trace_export"):
-        rest.export_session_trace(session_id).result(10)
+
+
+def test_a_session_is_exported_as_a_trace(ada: Tenant, tmp_path: Path) -> None:
+    run = ada.run()
+    target = tmp_path / "session.pftrace"
+    ada.command("session", "export-trace", run.model_id.partition(":")[0], "--output", str(target))
+    packets = perfetto_pb2.Trace.FromString(target.read_bytes()).packet
+    assert [p.track_descriptor.name for p in packets if p.HasField("track_descriptor")][0] == run.model_id
+    begun = [p.track_event.name for p in packets if p.track_event.type == 1]
+    assert begun == ["create_model", "forward_backward", "optim_step"]
 
 
 def test_nobody_sees_what_is_somebody_elses(tenant: Callable[[], Tenant]) -> None:
@@ -265,10 +217,7 @@ def test_the_command_line_manages_runs_and_checkpoints(ada: Tenant) -> None:
 
 
 def test_the_command_line_tells_what_is_refused(ada: Tenant) -> None:
-    ada.connect().create_lora_training_client(base_model=MODEL, rank=4).result(60)
-    session_id = ada.rest.list_sessions().result(10).sessions[0]
-    trace = ada.failed("session", "export-trace", session_id)
-    assert "trace_export: this server keeps no timelines" in trace
+    assert "there is no session" in ada.failed("session", "export-trace", "nobody")
     assert "there is no run" in ada.failed("run", "info", "nobody:train:0")
     assert "there is no checkpoint" in ada.failed("checkpoint", "publish", "tinker://nobody:train:0/weights/x")
 
