@@ -13,18 +13,27 @@ from redis.asyncio import Redis
 from starlette.concurrency import run_in_threadpool
 
 from app.accounts.key_ring import KeyRing
+from app.checkpoints.downloads import Downloads
+from app.compat.service import CompatService
 from app.db import Database
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, TooLarge
 from app.fleet.doorbells import DoorbellPublisher
 from app.futures.service import FutureService
 from app.futures.waiters import Waiters
 from app.runs.service import RunService
 from app.sampling.accepted import AcceptedSamples
+from app.sampling.direct import DirectSampling
 from app.sampling.futures import SampleFutures
 from app.sampling.service import SamplingService
+from app.sessions.traces import Traces
 from app.settings import Settings
 from app.shared_lookups import SharedLookups
+from app.wire import json_text
 
+_MAX_JSON_BYTES = 2**25
+"""Only batches are larger; in memory JSON may take twenty times its size."""
+_SMALL_JSON_BYTES = 2**18
+"""Larger ones are parsed away from the event loop."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -39,15 +48,19 @@ class Services:
     keys: KeyRing
     doorbells: DoorbellPublisher
     runs: RunService
+    downloads: Downloads
+    traces: Traces
     sampling: SamplingService
     samples: SampleFutures
     accepted: AcceptedSamples
     futures: FutureService
     waiters: Waiters
+    direct: DirectSampling
+    compat: CompatService
     owner_lookups: SharedLookups[str] = field(default_factory=SharedLookups)
 
 
-def get_services(request: Request) -> Services:
+def services_of(request: Request) -> Services:
     """The process's services."""
     services = request.app.state.services
     assert isinstance(services, Services)
@@ -56,15 +69,24 @@ def get_services(request: Request) -> Services:
 
 async def get_owner(request: Request) -> str:
     """The id of the caller's owner. Raises Unauthorized."""
-    secret = request.headers.get("x-api-key")
-    services = get_services(request)
+    return await find_owner(request, request.headers.get("x-api-key"))
+
+
+async def find_owner(request: Request, secret: str | None) -> str:
+    """The id of the owner of a key or token. Raises Unauthorized."""
+    services = services_of(request)
     owner_id = services.keys.remembered(secret)
     if owner_id is not None:
         return owner_id
     return await services.owner_lookups.get(secret, partial(run_in_threadpool, services.keys.look_up, secret))
 
 
-ServicesDep = Annotated[Services, Depends(get_services)]
+async def _services(request: Request) -> Services:
+    """As a coroutine: FastAPI would call a plain function in a thread."""
+    return services_of(request)
+
+
+ServicesDep = Annotated[Services, Depends(_services)]
 OwnerDep = Annotated[str, Depends(get_owner)]
 
 
@@ -74,8 +96,21 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 async def json_body(request: Request) -> Any:
-    """The request's body as JSON. Raises InvalidRequest."""
+    """The request's body as JSON. Raises InvalidRequest or TooLarge."""
+    raw = await request.body()
+    if len(raw) > _MAX_JSON_BYTES:
+        raise TooLarge(f"body: JSON of more than {_MAX_JSON_BYTES} bytes")
+    if len(raw) > _SMALL_JSON_BYTES:
+        return await in_thread(parse_json, raw)
     try:
-        return orjson.loads(await request.body())
-    except orjson.JSONDecodeError as error:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return await in_thread(parse_json, raw)
+
+
+def parse_json(raw: bytes) -> Any:
+    """JSON, perhaps with the constants of Python's clients. Raises InvalidRequest."""
+    try:
+        return json_text.loads(raw)
+    except ValueError as error:
         raise InvalidRequest("body: not valid JSON") from error

@@ -16,17 +16,26 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from app.errors import InvalidRequest
 from app.wire import tinker_pb2 as pb
-from app.wire.types import Datum, ForwardBackward, ForwardBackwardOutput
+from app.wire.nesting import exceeds_fields
+from app.wire.types import Datum, ForwardBackward, ForwardBackwardOutput, ProvenanceSpan
 
 MAX_TENSOR_ELEMENTS = 1 << 26
 """Largest array, and largest dense form of all sparse arrays of a request: bounds what a few bytes can unfold to."""
+MAX_DIMENSIONS = 8
+MAX_DATUMS = 1 << 14
+_MAX_FIELDS = 1 << 18
+_COUNT_ABOVE_BYTES = 1 << 20
+"""Larger messages have their fields counted; what a smaller one can hold takes no time that matters."""
 
 _DTYPES: dict[int, np.dtype] = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
 
 
 def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
-    """Parse the protobuf message. Raises InvalidRequest when it is none, or names no `model_id` and `seq_id`."""
+    """Parse the protobuf message. Raises InvalidRequest when it is none, is nested beyond all reason, or names no
+    `model_id` and `seq_id`."""
     message = pb.ForwardBackwardRequest()
+    if len(body) > _COUNT_ABOVE_BYTES and exceeds_fields(body, message.DESCRIPTOR, _MAX_FIELDS):
+        raise InvalidRequest(f"body: more than {_MAX_FIELDS} protobuf fields")
     try:
         message.ParseFromString(body)
     except DecodeError as error:
@@ -38,13 +47,21 @@ def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
-def fingerprint_forward_backward(message: pb.ForwardBackwardRequest) -> str:
-    """SHA-256 over the decoded fields: equal requests have equal fingerprints however their bytes were laid out."""
-    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
+def canonical_forward_backward(message: pb.ForwardBackwardRequest) -> bytes:
+    """The request's one serialised form: equal requests give equal bytes however their own were laid out."""
+    body: bytes = message.SerializeToString(deterministic=True)
+    return body
+
+
+def fingerprint_forward_backward(canonical: bytes) -> str:
+    """SHA-256 of the canonical form, which stands for the decoded fields."""
+    return hashlib.sha256(canonical).hexdigest()
 
 
 def decode_forward_backward(message: pb.ForwardBackwardRequest) -> ForwardBackward:
     """The internal form of a parsed request. Raises InvalidRequest, naming datum and field."""
+    if len(message.data) > MAX_DATUMS:
+        raise InvalidRequest(f"data: {len(message.data)} datums exceed the limit of {MAX_DATUMS}")
     _refuse_unknown(message, "forward_backward")
     _check_sparse_size(message)
     return ForwardBackward(
@@ -62,7 +79,7 @@ def _check_sparse_size(message: pb.ForwardBackwardRequest) -> None:
     for i, datum in enumerate(message.data):
         for name, tensor in datum.loss_fn_inputs.items():
             if tensor.HasField("sparse_csr"):
-                total += abs(math.prod(tensor.shape))
+                total += _extent(tensor.shape)
             if total > MAX_TENSOR_ELEMENTS:
                 where = f"data[{i}].loss_fn_inputs[{name!r}].shape"
                 raise InvalidRequest(f"{where}: all sparse arrays up to this one exceed {MAX_TENSOR_ELEMENTS} values")
@@ -94,7 +111,39 @@ def _datum(datum: pb.Datum, where: str) -> Datum:
         parts.append(np.frombuffer(raw, "<i4"))
     tokens = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int32)
     inputs = {name: _tensor(t, f"{where}.loss_fn_inputs[{name!r}]") for name, t in datum.loss_fn_inputs.items()}
-    return Datum(tokens=tokens, inputs=inputs)
+    targets = inputs.get("target_tokens")
+    n_targets = len(tokens) if targets is None or targets.ndim == 0 else len(targets)
+    if bool(datum.model_input_spans) != bool(datum.loss_fn_input_spans):
+        missing = "loss_fn_input_spans" if datum.model_input_spans else "model_input_spans"
+        raise InvalidRequest(f"{where}.{missing}: missing; provenance is given for both fields or for neither")
+    return Datum(
+        tokens=tokens,
+        inputs=inputs,
+        model_input_spans=_spans(datum.model_input_spans, len(tokens), f"{where}.model_input_spans"),
+        loss_fn_input_spans=_spans(datum.loss_fn_input_spans, n_targets, f"{where}.loss_fn_input_spans"),
+    )
+
+
+def _spans(spans: Sequence[pb.ProvenanceSpan], n: int, where: str) -> Sequence[ProvenanceSpan]:
+    """Spans that tile `n` positions, or none at all (WIRE §4)."""
+    if not spans:
+        return ()
+    found = []
+    for i, message in enumerate(spans):
+        _refuse_unknown(message, f"{where}[{i}]")
+        kind = message.WhichOneof("span")
+        if kind is None:
+            raise InvalidRequest(f"{where}[{i}]: is neither prompt_tokens nor sampled_tokens")
+        span = message.sampled_tokens if kind == "sampled_tokens" else message.prompt_tokens
+        _refuse_unknown(span, f"{where}[{i}]")
+        if not span.sequence_id:
+            raise InvalidRequest(f"{where}[{i}].sequence_id: missing")
+        if span.offset < 0 or span.length < 0:
+            raise InvalidRequest(f"{where}[{i}]: offset {span.offset} and length {span.length} must not be negative")
+        found.append(ProvenanceSpan(kind == "sampled_tokens", span.sequence_id, span.offset, span.length))
+    if (total := sum(span.length for span in found)) != n:
+        raise InvalidRequest(f"{where}: cover {total} positions, but there are {n}")
+    return found
 
 
 def _tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
@@ -103,8 +152,10 @@ def _tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InvalidRequest(f"{where}.dtype: only float32 and int64 are supported")
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise InvalidRequest(f"{where}.shape: {len(tensor.shape)} dimensions exceed the limit of {MAX_DIMENSIONS}")
     shape = tuple(tensor.shape)
-    if any(n < 0 for n in shape) or math.prod(shape) > MAX_TENSOR_ELEMENTS:
+    if any(n < 0 for n in shape) or _extent(shape) > MAX_TENSOR_ELEMENTS:
         raise InvalidRequest(f"{where}.shape: {list(shape)} is not a usable shape")
     if tensor.WhichOneof("encoding") == "sparse_csr":
         return _csr(tensor.sparse_csr, dtype, shape, where)
@@ -116,6 +167,11 @@ def _tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
     if array.size != math.prod(shape):
         raise InvalidRequest(f"{where}: {array.size} values do not fill the shape {list(shape)}")
     return array.reshape(shape)
+
+
+def _extent(shape: Sequence[int]) -> int:
+    """Number of values of a shape. A size of 0 counts as 1, so that it makes no other dimension usable."""
+    return math.prod(max(1, abs(n)) for n in shape[:MAX_DIMENSIONS])
 
 
 def _csr(csr: pb.SparseCsr, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarray:

@@ -16,12 +16,13 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from app.errors import InvalidRequest
 from app.wire.training import (
+    canonical_forward_backward,
     decode_forward_backward,
     encode_output,
     fingerprint_forward_backward,
     parse_forward_backward,
 )
-from app.wire.types import ForwardBackward, ForwardBackwardOutput
+from app.wire.types import ForwardBackward, ForwardBackwardOutput, ProvenanceSpan
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
@@ -123,11 +124,57 @@ def test_strings_and_numbers_of_the_second_config_win_over_the_first() -> None:
     assert decode(request.SerializeToString()).loss_config == {"beta": 3.0, "gamma": 2.0, "mode": "soft"}
 
 
-def test_provenance_spans_are_accepted() -> None:
+def with_spans(first: int = 1, length: int = 2, sequence_id: str = "s:sample:0:0:0") -> sdk.ForwardBackwardRequest:
+    """A datum whose provenance is a prompt of `first` tokens and `length` sampled ones."""
     request = message()
-    request.data[0].model_input_spans.add().prompt_tokens.sequence_id = "s:sample:0:0:0"
-    request.data[0].loss_fn_input_spans.add().sampled_tokens.length = 3
-    assert len(decode(request.SerializeToString()).data) == 1
+    for spans in (request.data[0].model_input_spans, request.data[0].loss_fn_input_spans):
+        prompt, sampled = spans.add().prompt_tokens, spans.add().sampled_tokens
+        prompt.sequence_id, prompt.length = "s:sample:0:0:0", first
+        sampled.sequence_id, sampled.offset, sampled.length = sequence_id, 4, length
+    return request
+
+
+def test_provenance_spans_are_read() -> None:
+    (datum, *_) = decode(with_spans().SerializeToString()).data
+    sequence = "s:sample:0:0:0"
+    assert datum.loss_fn_input_spans == [
+        ProvenanceSpan(False, sequence, 0, 1),
+        ProvenanceSpan(True, sequence, 4, 2),
+    ]
+    assert datum.model_input_spans == datum.loss_fn_input_spans
+    assert datum.is_sampled.tolist() == [False, True, True]
+
+
+def test_a_span_may_be_empty() -> None:
+    assert decode(with_spans(0, 3).SerializeToString()).data[0].is_sampled.all()
+
+
+def without(field: str) -> sdk.ForwardBackwardRequest:
+    request = with_spans()
+    request.data[0].ClearField(field)
+    return request
+
+
+def kindless() -> sdk.ForwardBackwardRequest:
+    request = with_spans()
+    request.data[0].model_input_spans.add()
+    return request
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (with_spans(2, 2), r"data\[0\].model_input_spans: cover 4 positions, but there are 3"),
+        (with_spans(5, -2), r"data\[0\].model_input_spans\[1\]: offset 4 and length -2"),
+        (with_spans(1, 2, ""), r"data\[0\].model_input_spans\[1\].sequence_id: missing"),
+        (without("model_input_spans"), r"data\[0\].model_input_spans: missing"),
+        (without("loss_fn_input_spans"), r"data\[0\].loss_fn_input_spans: missing"),
+        (kindless(), r"data\[0\].model_input_spans\[2\]: is neither"),
+    ],
+)
+def test_a_wrong_span_is_refused_by_name(request_: sdk.ForwardBackwardRequest, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        decode(request_.SerializeToString())
 
 
 WRONG_TENSORS = {
@@ -273,7 +320,7 @@ def test_equal_requests_have_equal_fingerprints_however_they_are_laid_out() -> N
     second.ClearField("seq_id")
     second.ClearField("loss_fn")
     marks = {
-        fingerprint_forward_backward(parse_forward_backward(body))
+        fingerprint_forward_backward(canonical_forward_backward(parse_forward_backward(body)))
         for body in (first.SerializeToString(), reordered + second.SerializeToString())
     }
     assert len(marks) == 1
@@ -284,7 +331,7 @@ def test_equal_requests_have_equal_fingerprints_however_they_are_laid_out() -> N
 )
 def test_another_request_has_another_fingerprint(fields: dict[str, object]) -> None:
     bodies = message().SerializeToString(), message(**fields).SerializeToString()
-    marks = {fingerprint_forward_backward(parse_forward_backward(body)) for body in bodies}
+    marks = {fingerprint_forward_backward(canonical_forward_backward(parse_forward_backward(body))) for body in bodies}
     assert len(marks) == 2
 
 
