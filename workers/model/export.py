@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from app.checkpoints.encryption import encrypt
 from app.wire.types import LoraConfig
 from workers.model.base import BaseModel
 from workers.model.lora import Adapter
+from workers.model.peft_layout import flattened, own_names, targeting, unflattened, weight_name
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
 
 PLAIN: Mapping[str, Any] = {
     "bias": "none",
@@ -42,8 +43,8 @@ def peft_files(adapter: Adapter, base_name: str, base: BaseModel) -> dict[str, b
     `base_name`: what the files call the base model. A trained unembedding is a plain LoRA target of its name, also
     where it is tied to the embedding. Raises ValueError if `adapter` is not one of `base`.
     """
-    leaves = {path.rpartition(".")[2] for path in adapter.modules}
-    if {path for path in base.targets if path.rpartition(".")[2] in leaves} != adapter.modules.keys():
+    groups = {base.targets[path].group for path in adapter.modules if path in base.targets}
+    if {path for path, target in base.targets.items() if target.group in groups} != adapter.modules.keys():
         raise ValueError(f"the adapter is not one of {base.name_or_path}")
     alpha = adapter.config.alpha
     config = {
@@ -57,13 +58,26 @@ def peft_files(adapter: Adapter, base_name: str, base: BaseModel) -> dict[str, b
         "lora_dropout": 0.0,
         "r": adapter.config.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "target_modules": sorted(leaves),
+        **targeting(base, adapter.modules),
     }
-    tensors = {_peft_name(name): tensor.cpu().contiguous() for name, tensor in sorted(adapter.state().items())}
+    tensors = {}
+    for name, tensor in sorted(adapter.state().items()):
+        path, _, factor = name.rpartition(".")
+        tensors[weight_name(path, base.targets[path], factor)] = flattened(factor, tensor.cpu())
     return {
         CONFIG_FILE: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
         WEIGHTS_FILE: safetensors.torch.save(tensors, {"format": "pt"}),
     }
+
+
+def exported_files(
+    adapter: Adapter, base_name: str, base: BaseModel, *, recipients: Sequence[str] | None
+) -> dict[str, bytes]:
+    """The files of `peft_files`; with `recipients` each is encrypted to them and has `.age` behind its name. Raises
+    ValueError, or InvalidRequest for a recipient that nothing can be encrypted to.
+    """
+    files = peft_files(adapter, base_name, base)
+    return files if recipients is None else encrypt(files, recipients)
 
 
 def load_peft(base: BaseModel, files: Mapping[str, bytes], *, seed: int = 0) -> Adapter:
@@ -73,13 +87,8 @@ def load_peft(base: BaseModel, files: Mapping[str, bytes], *, seed: int = 0) -> 
     files do not say it. Raises `BadAdapterFile`.
     """
     config = _read_config(files)
-    state = _read_weights(files)
-    groups = set()
-    for name in state:
-        path = name.rpartition(".")[0]
-        if path not in base.targets:
-            raise BadAdapterFile(f"{WEIGHTS_FILE}: {name!r} is not a layer of {base.name_or_path} that can be trained")
-        groups.add(base.targets[path].group)
+    state = _read_weights(files, base)
+    groups = {base.targets[name.rpartition(".")[0]].group for name in state}
     if not groups:
         raise BadAdapterFile(f"{WEIGHTS_FILE}: holds no weights")
     adapter = base.new_adapter(
@@ -126,7 +135,7 @@ def _parse_json(files: Mapping[str, bytes]) -> dict[str, Any]:
     return config
 
 
-def _read_weights(files: Mapping[str, bytes]) -> dict[str, Tensor]:
+def _read_weights(files: Mapping[str, bytes], base: BaseModel) -> dict[str, Tensor]:
     """`<path>.lora_A` or `.lora_B` → tensor, as `Adapter.load_state` takes it."""
     try:
         tensors = safetensors.torch.load(files[WEIGHTS_FILE])
@@ -134,14 +143,16 @@ def _read_weights(files: Mapping[str, bytes]) -> dict[str, Tensor]:
         raise BadAdapterFile(f"{WEIGHTS_FILE} is missing") from None
     except SafetensorError as error:
         raise BadAdapterFile(f"{WEIGHTS_FILE}: {error}") from None
+    known = own_names(base.targets)
     state = {}
     for name, tensor in tensors.items():
-        own = name.removeprefix(PREFIX).removesuffix(".weight")
-        if _peft_name(own) != name or own.rpartition(".")[2] not in ("lora_A", "lora_B"):
+        if not name.endswith((".lora_A.weight", ".lora_B.weight")):
             raise BadAdapterFile(f"{WEIGHTS_FILE}: {name!r} is not a LoRA weight")
-        state[own] = tensor
+        if name not in known:
+            raise BadAdapterFile(f"{WEIGHTS_FILE}: {name!r} is not a layer of {base.name_or_path} that can be trained")
+        path, factor = known[name]
+        try:
+            state[f"{path}.{factor}"] = unflattened(factor, tensor, base.targets[path].experts)
+        except ValueError as error:
+            raise BadAdapterFile(f"{WEIGHTS_FILE}: {name!r}: {error}") from None
     return state
-
-
-def _peft_name(name: str) -> str:
-    return f"{PREFIX}{name}.weight"
