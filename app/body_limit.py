@@ -6,6 +6,7 @@ import contextlib
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.compat.errors import error_response, is_compat
 from app.errors import TooLarge
 from app.responses import json_response
 from app.wire.decompress import too_large
@@ -49,4 +50,7 @@ class BodyLimit:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = too_large(self._limit)
-        await json_response({"detail": error.detail}, status_code=error.status)(scope, receive, send)
+        if is_compat(scope["path"]):
+            await error_response(error.status, error.detail)(scope, receive, send)
+        else:
+            await json_response({"detail": error.detail}, status_code=error.status)(scope, receive, send)

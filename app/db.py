@@ -30,6 +30,7 @@ MODEL_MODULES = (
     "app.runs.models",
     "app.checkpoints.models",
     "app.sampling.models",
+    "app.custom_losses.models",
     "app.billing.models",
     "app.audit.models",
 )

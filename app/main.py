@@ -21,10 +21,17 @@ from app.accounts.routes import router as account_routes
 from app.audit.routes import router as audit_routes
 from app.billing.routes import router as billing_routes
 from app.body_limit import BodyLimit
+from app.checkpoints.download_routes import router as download_routes
+from app.checkpoints.downloads import Downloads
 from app.checkpoints.routes import router as checkpoint_routes
+from app.compat.errors import error_response, is_compat
+from app.compat.routes import router as compat_routes
+from app.compat.service import CompatService
+from app.compat.shelf import TokenizerShelf
+from app.custom_losses.routes import router as custom_loss_routes
 from app.db import Database, get_database
 from app.deps import Services
-from app.errors import InvalidRequest, TinworksError, Unavailable
+from app.errors import InvalidRequest, TinworksError, Unavailable, shortened
 from app.fleet.doorbells import DoorbellPublisher
 from app.fleet.routes import router as fleet_routes
 from app.futures.batch import router as batch_routes
@@ -36,6 +43,7 @@ from app.runs.catalogue_routes import router as run_catalogue_routes
 from app.runs.routes import router as run_routes
 from app.runs.service import RunService
 from app.sampling.accepted import AcceptedSamples
+from app.sampling.direct import DirectSampling
 from app.sampling.feeds import TOLD_CHANNEL, CompletionFeeds
 from app.sampling.futures import SampleFutures
 from app.sampling.routes import router as sampling_routes
@@ -43,6 +51,7 @@ from app.sampling.service import SamplingService
 from app.sampling.store import SampleInbox
 from app.sessions.catalogue_routes import router as session_catalogue_routes
 from app.sessions.routes import router as session_routes
+from app.sessions.traces import Traces
 from app.settings import Settings, get_settings
 from app.shutdown import before_exit
 from app.storage.blobs import get_blob_store
@@ -78,18 +87,27 @@ def make_services(settings: Settings, database: Database) -> Services:
     samples = SampleFutures(database, inbox, feeds)
     accepted = AcceptedSamples(feeds, remember=settings.sample_use_retrieve_futures)
     futures = FutureService(database, blobs, samples)
+    doorbells = DoorbellPublisher(settings)
+    told = Listener(TOLD_CHANNEL, accepted.told, accepted.recover)
+    waiters = Waiters(subscription, futures.find_finished, [told])
+    unfed = SampleInbox(redis, max_waiting=settings.max_waiting_samples, result_ttl_s=settings.sample_ttl_s)
+    direct = DirectSampling(database, redis, unfed, doorbells, waiters)
     return Services(
         settings=settings,
         database=database,
         redis=redis,
         keys=KeyRing(database, settings),
-        doorbells=DoorbellPublisher(settings),
+        doorbells=doorbells,
         runs=RunService(database, blobs, settings),
+        downloads=Downloads(database, blobs, settings),
+        traces=Traces(database, settings),
         sampling=SamplingService(database, inbox),
         samples=samples,
         accepted=accepted,
         futures=futures,
-        waiters=Waiters(subscription, futures.find_finished, [Listener(TOLD_CHANNEL, accepted.told, accepted.recover)]),
+        waiters=waiters,
+        direct=direct,
+        compat=CompatService(direct, TokenizerShelf(blobs)),
     )
 
 
@@ -113,19 +131,22 @@ def create_app() -> FastAPI:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     app = FastAPI(title="Tinworks", version="0.1.0", lifespan=_lifespan, redirect_slashes=False, docs_url="/docs")
     app.state.services = make_services(settings, get_database())
-    for router in (
-        fleet_routes,
-        session_routes,
+    for router in (  # matched in this order, so the busiest come first
+        future_routes,
         run_routes,
         sampling_routes,
-        future_routes,
+        session_routes,
         batch_routes,
+        fleet_routes,
+        custom_loss_routes,
         session_catalogue_routes,
         run_catalogue_routes,
         checkpoint_routes,
+        download_routes,
         account_routes,
         audit_routes,
         billing_routes,
+        compat_routes,
     ):
         app.include_router(router)
     app.add_exception_handler(TinworksError, _tell)
@@ -139,13 +160,22 @@ def create_app() -> FastAPI:
     return app
 
 
-def _error(status: int, detail: str, headers: dict[str, str] | None = None) -> Response:
+def _error(
+    request: Request,
+    status: int,
+    detail: str,
+    headers: dict[str, str] | None = None,
+    *,
+    cause: Exception | None = None,
+) -> Response:
+    if is_compat(request.url.path):
+        return error_response(status, detail, headers, error=cause)
     return json_response({"detail": detail}, status_code=status, headers=headers)
 
 
 async def _tell(request: Request, error: Exception) -> Response:
     assert isinstance(error, TinworksError)
-    return _error(error.status, error.detail, error.headers)
+    return _error(request, error.status, error.detail, error.headers, cause=error)
 
 
 async def _tell_invalid(request: Request, error: Exception) -> Response:
@@ -153,12 +183,12 @@ async def _tell_invalid(request: Request, error: Exception) -> Response:
     first: dict[str, Any] = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
     message = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    return _error(422, f"{where}: {message}")
+    return _error(request, 422, shortened(f"{where}: {message}"))
 
 
 async def _tell_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _error(error.status_code, str(error.detail), dict(error.headers or {}))
+    return _error(request, error.status_code, str(error.detail), dict(error.headers or {}))
 
 
 async def _tell_unstorable(request: Request, error: Exception) -> Response:
@@ -173,4 +203,4 @@ async def _tell_outage(request: Request, error: Exception) -> Response:
 
 async def _tell_bug(request: Request, error: Exception) -> Response:
     log.error("request_failed", path=request.url.path, exc_info=error)
-    return _error(500, "internal error; the server's log has the details")
+    return _error(request, 500, "internal error; the server's log has the details")

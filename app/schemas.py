@@ -24,11 +24,9 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_storable)]
 """Any JSON that an answer can carry back."""
 
 
-class Request(BaseModel):
-    """A request body. A field that we do not know is refused by name, never ignored; one that is null says nothing, as
-    if it were absent (WIRE §11), unless the schema gives null a meaning by requiring the field."""
-
-    model_config = ConfigDict(extra="forbid")
+class _Body(BaseModel):
+    """A field that is null says nothing, as if it were absent (WIRE §11), unless the schema gives null a meaning by
+    requiring the field."""
 
     @model_validator(mode="before")
     @classmethod
@@ -39,7 +37,13 @@ class Request(BaseModel):
         return {name: value for name, value in data.items() if value is not None or name in required}
 
 
-class LenientRequest(BaseModel):
+class Request(_Body):
+    """A request body. A field that we do not know is refused by name, never ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class LenientRequest(_Body):
     """A body that carries facts about the client and no orders; newer clients may say more."""
 
     model_config = ConfigDict(extra="ignore")

@@ -57,6 +57,12 @@ class Settings(BaseSettings):
     )
     result_ttl_s: int = Field(24 * 3600, description="How long results are kept after they were made")
 
+    # -- downloads
+    public_url: str = Field(
+        "", description="Base URL of download links; unset: the one by which the client that asks for them came"
+    )
+    download_url_ttl_s: int = Field(3600, ge=60, le=7 * 86400, description="How long a download link is valid")
+
     # -- what clients are told
     pjwt_auth_enabled: bool = Field(True, description="Let clients exchange their key for short-lived tokens")
     proto_compress_fwdbwd: bool = Field(True, description="Ask clients to zstd-compress forward_backward bodies")
@@ -69,6 +75,7 @@ class Settings(BaseSettings):
     sample_join_sampling_session: bool = Field(
         False, description="Copies of a sampling client ask for their number instead of drawing one"
     )
+    custom_loss_server_side: bool = Field(True, description="Let clients upload traced losses, to run them here")
     sample_cancel_enabled: bool = Field(True, description="Let clients cancel samples that nobody waits for any more")
 
     # -- training
@@ -77,6 +84,8 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Of the base model; auto: bfloat16 on CUDA, float32 on a CPU"
     )
+    gpus: str = Field("", description="CUDA devices that a worker sees, `0,1,2,3`; it trains on all of them")
+    train_ranks: int = Field(0, ge=0, description="Ranks of a train worker on its host; 0: one per device in `gpus`")
     max_lora_rank: int = Field(128, ge=1, le=1024, description="Largest rank that a run may have")
     lora_alpha: float = Field(32.0, gt=0, description="LoRA's alpha; the scale of an adapter is alpha / rank")
     train_slots: int = Field(64, ge=1, description="Runs resident in one train worker")
@@ -96,6 +105,9 @@ class Settings(BaseSettings):
     adapter_cache: int = Field(64, ge=1, description="Adapters that a sample worker keeps loaded")
     sample_claim_s: float = Field(10.0, gt=0, description="A sampler's claim on a request; renewed while it runs")
     sample_ttl_s: int = Field(900, ge=60, description="How long the result of a sample is kept")
+    sampled_sequence_ttl_s: int = Field(
+        86400, ge=60, description="How long a sample stays on record for training requests that name it"
+    )
     max_waiting_samples: int = Field(20000, ge=1, description="Samples waiting per pool; 429 beyond it")
 
     # -- sessions
@@ -116,12 +128,32 @@ class Settings(BaseSettings):
             raise ValueError("DATABASE_URL must start with sqlite:// or postgresql://")
         return url
 
+    @field_validator("gpus")
+    @classmethod
+    def _devices(cls, gpus: str) -> str:
+        named = [device.strip() for device in gpus.split(",")] if gpus.strip() else []
+        if not all(named) or len(set(named)) < len(named):
+            raise ValueError("TINWORKS_GPUS must be a list of different devices, like 0,1,2,3")
+        return ",".join(named)
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of a train worker on its host."""
+        return self.train_ranks or max(1, len(self.gpus.split(",")))
+
     @field_validator("secret_key")
     @classmethod
     def _secret(cls, secret: str) -> str:
         if 0 < len(secret) < 32:
             raise ValueError("TINWORKS_SECRET_KEY must have at least 32 characters, like `openssl rand -hex 32` prints")
         return secret
+
+    @field_validator("public_url")
+    @classmethod
+    def _public(cls, url: str) -> str:
+        if url and not url.startswith(("http://", "https://")):
+            raise ValueError("TINWORKS_PUBLIC_URL must start with http:// or https://")
+        return url.rstrip("/")
 
     @field_validator("redis_url")
     @classmethod

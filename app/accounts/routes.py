@@ -11,9 +11,10 @@ from app.accounts.key_ring import Caller
 from app.accounts.schemas import KeyDetails, Organization, OwnKey, TokenIssued, User
 from app.deps import Services, ServicesDep, in_thread
 from app.errors import InvalidRequest
+from app.json_route import StrictJsonRoute
 from app.schemas import Request
 
-router = APIRouter(prefix="/api/v1/auth", tags=["auth"])
+router = APIRouter(prefix="/api/v1/auth", tags=["auth"], route_class=StrictJsonRoute)
 
 KeyHeader = Annotated[str | None, Header(alias="x-api-key")]
 

@@ -1,4 +1,4 @@
-"""The audit log: who did what to keys and checkpoints."""
+"""The audit log: who did what to keys, checkpoints and projects."""
 
 from __future__ import annotations
 

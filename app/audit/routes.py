@@ -20,7 +20,7 @@ router = APIRouter(prefix="/api/v1", tags=["audit"])
 async def audit_log(
     owner_id: OwnerDep, services: ServicesDep, event_type: Literal["all"] | Resource = "all", day: date | None = None
 ) -> AuditLog:
-    """What happened to the caller's keys and checkpoints on a day in UTC; without `day`, today."""
+    """What happened to the caller's keys, checkpoints and projects on a day in UTC; without `day`, today."""
     resource = None if event_type == "all" else event_type
     rows = await in_thread(service.entries_of_day, services.database, owner_id, resource, day or utc_now().date())
     return AuditLog(

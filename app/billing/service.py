@@ -56,7 +56,8 @@ def usage_events(database: Database, owner_id: str, start: datetime, end: dateti
         rows = session.execute(query).all()
     events, sessions = [], {}
     for usage, project_id, metadata in rows:
-        sessions[usage.session_id] = schemas.UsageSession(user_metadata=readable_metadata(metadata))
+        if usage.session_id:  # a sample over the OpenAI-compatible routes has none
+            sessions[usage.session_id] = schemas.UsageSession(user_metadata=readable_metadata(metadata))
         events.append(
             schemas.UsageEvent(
                 bucket_start=usage.hour,

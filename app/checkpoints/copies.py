@@ -61,7 +61,8 @@ def _copy(session: Session, owner_id: str, request: CopyWeights, idempotency_key
     place = _known_place(session, owner_id, request, idempotency_key)
     if place is not None and (known := log.find(session, place.model_id, 0)) is not None:
         if known.kind != _KIND or known.fingerprint != mark:
-            raise ConflictingReplay(f"{place.model_id!r} was already made by another {known.kind} request")
+            field = "X-Idempotency-Key" if request.session_id is None else "model_seq_id"
+            raise ConflictingReplay(f"{field}: {place.model_id!r} was already made by another {known.kind} request")
         kind, name = request.source_path.split("/")[-2:]
         return tinker_path(place.model_id, kind, name)
     source = resolve(session, reader.owner_id, request.source_path, field=reader.field("source_path"), kinds=KINDS)

@@ -12,7 +12,8 @@ from app.db import Base, UtcDateTime, utc_now
 
 
 class Model(Base):
-    """A base model, one per pool. The API answers capabilities and checks inputs from this row."""
+    """A base model, one per pool. The API answers capabilities and checks inputs from this row. `tokenizer_blob`: where
+    its tokenizer is in the blob store (`app.compat.tokenizer`), if it has one."""
 
     __tablename__ = "models"
 
@@ -23,6 +24,7 @@ class Model(Base):
     context_length: Mapped[int] = mapped_column(Integer)
     config_hash: Mapped[str] = mapped_column(String(64))
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)
+    tokenizer_blob: Mapped[str | None] = mapped_column(String(120))
 
 
 class ModelName(Base):

@@ -16,6 +16,7 @@ OPERATION_KINDS = (
     "optim_step",
     "save_weights",
     "save_weights_for_sampler",
+    "save_weights_external",
     "load_weights",
 )
 

@@ -27,6 +27,7 @@ class ServedModel:
     architecture: str
     vocab_size: int
     context_length: int
+    tokenizer_blob: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +70,25 @@ def _served(name: ModelName, model: Model) -> ServedModel:
         architecture=model.architecture,
         vocab_size=model.vocab_size,
         context_length=model.context_length,
+        tokenizer_blob=model.tokenizer_blob,
     )
 
 
 def register_model(
-    session: Session, *, pool: str, source: str, facts: ModelFacts, names: Sequence[NameOfModel]
+    session: Session,
+    *,
+    pool: str,
+    source: str,
+    facts: ModelFacts,
+    names: Sequence[NameOfModel],
+    tokenizer_blob: str | None = None,
 ) -> None:
     """Write what a worker has loaded. Names that this pool lost are dropped; a name moves to its newest pool."""
     model = session.get(Model, pool) or Model(pool=pool)
     model.source, model.architecture = source, facts.architecture
     model.vocab_size, model.context_length = facts.vocab_size, facts.context_length
     model.config_hash, model.updated_at = facts.config_hash, utc_now()
+    model.tokenizer_blob = tokenizer_blob
     session.add(model)
     session.flush()
     session.execute(delete(ModelName).where(ModelName.pool == pool))

@@ -15,10 +15,11 @@ from app.deps import Services, ServicesDep
 from app.errors import TinworksError
 from app.futures.polls import PollerDep, hold_in_outage
 from app.futures.schemas import FutureFailed, FutureFinished, FuturesRetrieved, RetrieveFutures
+from app.json_route import StrictJsonRoute
 from app.responses import json_response
 from app.sampling.feeds import Completion
 
-router = APIRouter(prefix="/api/v1", tags=["futures"])
+router = APIRouter(prefix="/api/v1", tags=["futures"], route_class=StrictJsonRoute)
 log = structlog.get_logger(__name__)
 
 

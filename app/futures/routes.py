@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Header, Response
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.deps import OwnerDep, Services, ServicesDep
@@ -15,10 +15,11 @@ from app.errors import InvalidRequest, TinworksError
 from app.futures.polls import PollerDep, hold_in_outage
 from app.futures.schemas import CancelFuture, RetrieveFuture
 from app.futures.service import Answer, QueueState
+from app.json_route import StrictJsonRoute
 from app.responses import PayloadResponse, json_response
 from app.sampling.futures import SAMPLE_MARK
 
-router = APIRouter(prefix="/api/v1", tags=["futures"])
+router = APIRouter(prefix="/api/v1", tags=["futures"], route_class=StrictJsonRoute)
 log = structlog.get_logger(__name__)
 
 _SPREAD = 1.15
@@ -42,8 +43,11 @@ def _answer(answer: Answer) -> Response:
 
 
 @router.post("/retrieve_future")
-async def retrieve_future(body: RetrieveFuture, owner_id: PollerDep, services: ServicesDep) -> Response:
-    """The result of a future, or its failure; 408 when it is still pending after `poll_hold_s`.
+async def retrieve_future(
+    body: RetrieveFuture, owner_id: PollerDep, services: ServicesDep, accept: Annotated[str, Header()] = ""
+) -> Response:
+    """The result of a future, or its failure; 408 when it is still pending after `poll_hold_s`. What samples and passes
+    give is protobuf for those who accept it, else JSON.
 
     With `allow_metadata_only`, a result over `metadata_first_bytes` is only announced: the client makes room for it.
     """
@@ -56,9 +60,11 @@ async def retrieve_future(body: RetrieveFuture, owner_id: PollerDep, services: S
                 answer = await _look_up(owner_id, body, services)
             if answer is None:
                 answer = await _wait(done, owner_id, body, services)
-        if answer is not None:
-            return _answer(answer)
-        return _try_again(body.request_id, await services.futures.queue_state(body.request_id))
+        if answer is None:
+            return _try_again(body.request_id, await services.futures.queue_state(body.request_id))
+        if answer.kind == "proto" and answer.pieces and "x-protobuf" not in accept:
+            answer = await services.futures.as_json(body.request_id, answer)
+        return _answer(answer)
     except TinworksError as error:
         if error.status < 500:
             raise

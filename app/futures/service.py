@@ -12,6 +12,7 @@ from anyio import CapacityLimiter, to_thread
 from sqlalchemy import select
 from sqlalchemy.orm import defer
 
+from app.custom_losses import service as custom_losses
 from app.db import Database, database_clock
 from app.errors import Gone, NotFound
 from app.fleet.models import Worker
@@ -22,12 +23,15 @@ from app.sampling.futures import SAMPLE_MARK, SampleFutures
 from app.sampling.keys import FEED_MARK
 from app.shared_lookups import SharedLookups
 from app.storage.blobs import BlobMissing, BlobStore
+from app.wire.results_json import forward_backward_json, sample_json
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _POLL_THREADS = 4
 """Threads, and so database connections, that polls have at most; heartbeats and submits never wait behind them."""
+_JSON_THREADS = 2
+"""Threads that write results as JSON; each needs the interpreter, so more would only starve the event loop."""
 _BELIEVED_S = 1.0
 """How long a process believes what it saw of a pool's workers and of the gaps in a run's log."""
 _EVER = 2**31
@@ -69,6 +73,7 @@ class FutureService:
         self._blobs = blobs
         self._samples = samples
         self._limiter = CapacityLimiter(_POLL_THREADS)
+        self._writers = CapacityLimiter(_JSON_THREADS)
         self._worker_states: SharedLookups[QueueState] = SharedLookups(ttl_s=_BELIEVED_S)
         self._awaited_seqs: SharedLookups[tuple[int | None, str | None]] = SharedLookups(ttl_s=_BELIEVED_S)
 
@@ -78,10 +83,25 @@ class FutureService:
         if SAMPLE_MARK in request_id:
             found = await self._samples.look_up(owner_id, request_id, at_most=at_most)
             return Answer(found.kind, found.size, found.pieces) if found else None
+        if custom_losses.CUSTOM_LOSS_MARK in request_id:
+            return await self._in_thread(self._custom_loss, owner_id, request_id)
         return await self._in_thread(self._operation, owner_id, request_id, at_most)
+
+    async def as_json(self, request_id: str, answer: Answer) -> Answer:
+        """A protobuf result as JSON (WIRE §11), written away from the event loop and from the polls' threads."""
+        write = sample_json if SAMPLE_MARK in request_id else forward_backward_json
+        pieces = await to_thread.run_sync(lambda: write(b"".join(answer.pieces)), limiter=self._writers)
+        return Answer("json", sum(map(len, pieces)), pieces)
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._limiter)
+
+    def _custom_loss(self, owner_id: str, request_id: str) -> Answer:
+        with self._database.read() as session:
+            outcome = custom_losses.outcome(session, owner_id, request_id)
+        if outcome.error is not None:
+            return Answer.of("error", error_payload(outcome.error, "user"))
+        return Answer.of("json", outcome.result)
 
     def _operation(self, owner_id: str, request_id: str, at_most: int | None) -> Answer | None:
         query = (
@@ -131,7 +151,7 @@ class FutureService:
     async def queue_state(self, request_id: str) -> QueueState:
         """Why a future has waited so long."""
         if SAMPLE_MARK in request_id:
-            return await self._worker_state(self._samples.pool_of(request_id), "sample")
+            return await self._worker_state(await self._samples.pool_of(request_id), "sample")
         model_id, _, seq = request_id.rpartition(":")
         look = partial(self._in_thread, self._awaited, model_id)
         awaited, pool = await self._awaited_seqs.get(model_id, look)

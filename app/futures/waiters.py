@@ -23,7 +23,7 @@ from app.sampling.keys import feed_of
 log = structlog.get_logger(__name__)
 
 DONE_CHANNEL = "tinworks:done"
-"""Redis channel of completion notices: request ids, one per line."""
+"""Redis channel of completion notices: request ids, one per line. A streamed sample is named whenever it has grown."""
 
 SWEEP_S = 2.0
 _REMEMBERED = 20_000

@@ -10,15 +10,17 @@ import orjson
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
+from app.accounts.key_ring import KeyRing
 from app.checkpoints import service as checkpoints
+from app.checkpoints.access import reader_of
 from app.db import Database
-from app.errors import InvalidRequest, NotFound
+from app.errors import ConflictingReplay, InvalidRequest, NotFound
 from app.fleet.service import ServedModel, find_model
 from app.runs import log
 from app.runs.log import Failure, Payload
 from app.runs.models import Run
 from app.runs.requests import Submitted, fingerprint, readable, validate
-from app.runs.schemas import CreateFromWeights, CreateModel, Info, ModelData
+from app.runs.schemas import CreateFromWeights, CreateModel, Info, ModelData, OptimizerConfig
 from app.sessions.service import require_live
 from app.settings import Settings
 
@@ -26,9 +28,10 @@ from app.settings import Settings
 class RunCreation:
     """The runs that clients of one API process create."""
 
-    def __init__(self, database: Database, settings: Settings) -> None:
+    def __init__(self, database: Database, settings: Settings, keys: KeyRing) -> None:
         self._database = database
         self._settings = settings
+        self._keys = keys
 
     def create(self, owner_id: str, data: object) -> Submitted:
         """`create_model`: the run's row and operation 0."""
@@ -47,7 +50,7 @@ class RunCreation:
             raise InvalidRequest("lora_config: missing; full fine-tuning is not supported, only LoRA")
         if lora.rank > self._settings.max_lora_rank:
             raise InvalidRequest(f"lora_config.rank: {lora.rank} exceeds the limit of {self._settings.max_lora_rank}")
-        run.optimizer = request.optimizer_config.model_dump()
+        run.optimizer = request.optimizer_config.stored()
         run.lora_rank, run.lora_alpha = lora.rank, self._settings.lora_alpha
         run.lora_seed = lora.seed if lora.seed is not None else secrets.randbits(62)
         run.train_attn, run.train_mlp, run.train_unembed = lora.train_attn, lora.train_mlp, lora.train_unembed
@@ -57,18 +60,18 @@ class RunCreation:
     def _plan_create_from(self, owner_id: str, data: dict[str, Any], run: Run) -> bytes:
         request = validate(CreateFromWeights, data)
         run.user_metadata = request.user_metadata
+        reader = reader_of(self._keys, owner_id, request.weights_access_token)
         with self._database.read() as session:
-            found = checkpoints.resolve(session, owner_id, request.path, field="path")
+            found = checkpoints.resolve(session, reader.owner_id, request.path, field=reader.field("path"))
         check_loadable(found, request.optimizer)
         source = found.run
         model = self._model(request.base_model or source.base_model, "base_model")
         if model.pool != source.pool:
             raise InvalidRequest(f"base_model: the checkpoint is of {source.base_model!r}, not {request.base_model!r}")
-        optimizer = None if request.optimizer or request.optimizer_config is None else request.optimizer_config
+        run.optimizer = _optimizer_of(request, source)
         run.base_model, run.pool = request.base_model or source.base_model, source.pool
         run.lora_rank, run.lora_alpha, run.lora_seed = source.lora_rank, source.lora_alpha, source.lora_seed
         run.train_attn, run.train_mlp, run.train_unembed = source.train_attn, source.train_mlp, source.train_unembed
-        run.optimizer = optimizer.model_dump() if optimizer else source.optimizer
         return orjson.dumps({"snapshot_id": found.snapshot.id, "optimizer": request.optimizer})
 
     def _create(
@@ -107,15 +110,18 @@ class RunCreation:
             if known is None:
                 session.add(run)
                 session.flush()
-            added = log.append(
-                session,
-                model_id=run.id,
-                seq_id=0,
-                kind=kind,
-                fingerprint=mark,
-                body=Payload(body, None, len(body)),
-                failure=failure,
-            )
+            try:
+                added = log.append(
+                    session,
+                    model_id=run.id,
+                    seq_id=0,
+                    kind=kind,
+                    fingerprint=mark,
+                    body=Payload(body, None, len(body)),
+                    failure=failure,
+                )
+            except ConflictingReplay as error:
+                raise ConflictingReplay(f"model_seq_id: {run.model_seq_id} was already used for another run") from error
             current = known or run
             will_finish = added and failure is None
             return Submitted(log.request_id_of(run.id, 0), run.id, kind, current.pool, current.worker_id, will_finish)
@@ -143,6 +149,19 @@ class RunCreation:
         if model is None:
             raise InvalidRequest(f"{field}: no worker serves {name!r}; `get_server_capabilities` lists what is served")
         return model
+
+
+def _optimizer_of(request: CreateFromWeights, source: Run) -> dict[str, Any]:
+    """The checkpoint's with its state, else the one that is asked for, else AdamW. Raises InvalidRequest."""
+    asked = request.optimizer_config
+    if not request.optimizer:
+        return (asked or OptimizerConfig()).stored()
+    if asked is not None and asked.stored() != source.optimizer:
+        raise InvalidRequest(
+            f"optimizer_config: the checkpoint's optimizer is {source.optimizer['type']}, not {asked.type}; "
+            "another begins with optimizer=false"
+        )
+    return source.optimizer
 
 
 def check_loadable(found: checkpoints.Resolved, optimizer: bool) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import cast
 
+import orjson
 from sqlalchemy import Table, bindparam, exists, func, insert, literal_column, select, update
 from sqlalchemy.orm import Session, aliased
 
@@ -25,6 +26,8 @@ _IS_ACCEPTED = Operation.state == literal_column("'accepted'")
 """A literal, not a parameter: only then may a database use the partial index."""
 MISSING = "missing"
 """Kind of the failed operation in the place of one that never came. If it comes after all, that is its answer."""
+UNLOADED_SEQ = -1
+"""`unload_model` has no place in the sequence: it is an operation before the first, done as soon as it is written."""
 
 
 def request_id_of(model_id: str, seq_id: int) -> str:
@@ -111,6 +114,25 @@ def append(
     }
     connection.execute(insert(_operations), row)
     return True
+
+
+def unload(session: Session, model_id: str) -> None:
+    """Note that a run takes no more operations; those that it has accepted still finish."""
+    if find(session, model_id, UNLOADED_SEQ) is not None:
+        return
+    session.add(
+        Operation(
+            model_id=model_id,
+            seq_id=UNLOADED_SEQ,
+            request_id=request_id_of(model_id, UNLOADED_SEQ),
+            kind="unload_model",
+            state=DONE,
+            fingerprint="",
+            result=orjson.dumps({"type": "unload_model", "model_id": model_id}),
+            result_kind="json",
+            finished_at=utc_now(),
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 from app.errors import InvalidRequest
 
 Schema = TypeVar("Schema", bound=BaseModel)
+_SECRETS = ("weights_access_token",)
+"""Fields of which nothing is stored, not even a hash. A repeat may carry another one; the first was decided on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,9 @@ def validate(schema: type[Schema], data: object) -> Schema:
 
 
 def fingerprint(data: dict[str, Any], *, without: tuple[str, ...] = ()) -> str:
-    """SHA-256 over the decoded fields of a JSON request, whatever their order. Raises InvalidRequest."""
-    kept = {key: value for key, value in data.items() if key not in without and value is not None}
+    """SHA-256 over the decoded fields of a JSON request, whatever their order; no secrets. Raises InvalidRequest."""
+    left_out = (*_SECRETS, *without)
+    kept = {key: value for key, value in data.items() if key not in left_out and value is not None}
     try:
         return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
     except orjson.JSONEncodeError as error:

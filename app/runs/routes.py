@@ -6,14 +6,30 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, Request
 
-from app.deps import OwnerDep, Services, ServicesDep, in_thread, json_body
+from app.deps import OwnerDep, Services, ServicesDep, in_thread, json_body, parse_json
 from app.errors import InvalidRequest
+from app.json_route import StrictJsonRoute
+from app.runs.openapi import batch_body, json_body_of
 from app.runs.requests import Submitted
-from app.runs.schemas import Future, GetInfo, Info
+from app.runs.schemas import (
+    CreateFromWeights,
+    CreateModel,
+    Future,
+    GetInfo,
+    Info,
+    LoadWeights,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsExternal,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
 from app.wire.decompress import unpack
 from app.wire.training import parse_forward_backward
 
-router = APIRouter(prefix="/api/v1", tags=["training"])
+router = APIRouter(prefix="/api/v1", tags=["training"], route_class=StrictJsonRoute)
+
+_PROTOBUF, _JSON = "application/x-protobuf", "application/json"
 
 
 def _accept(services: Services, owner_id: str, submitted: Submitted) -> Future:
@@ -33,7 +49,7 @@ async def _submit_json(
     return _accept(services, owner_id, await in_thread(submit, owner_id, body))
 
 
-@router.post("/create_model")
+@router.post("/create_model", openapi_extra=json_body_of(CreateModel))
 async def create_model(request: Request, owner_id: OwnerDep, services: ServicesDep) -> Future:
     """Create a run: a LoRA adapter over a served base model."""
     return await _submit_json(request, owner_id, services, services.runs.create)
@@ -45,41 +61,81 @@ async def get_info(body: GetInfo, owner_id: OwnerDep, services: ServicesDep) -> 
     return await in_thread(services.runs.info, owner_id, body.model_id)
 
 
-@router.post("/forward_backward")
+@router.post("/forward_backward", openapi_extra=batch_body("forward_backward_input", protobuf=True))
 async def forward_backward(request: Request, owner_id: OwnerDep, services: ServicesDep) -> Future:
-    """Loss and gradients (or, `forward_only`, loss alone) of a batch; a protobuf body, perhaps zstd-compressed."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip()
-    if content_type != "application/x-protobuf":
-        raise InvalidRequest(f"Content-Type: must be application/x-protobuf, not {content_type!r}")
+    """Loss and gradients (or, `forward_only`, loss alone) of a batch: protobuf or, from older SDKs, JSON."""
+    if _content_type(request, _PROTOBUF, _JSON) == _JSON:
+        return await _submit_batch(request, owner_id, services, forward_only=False)
+    submit = services.runs.forward_backward
+    return await _submit_body(request, owner_id, services, lambda body: submit(owner_id, parse_forward_backward(body)))
+
+
+@router.post("/forward", openapi_extra=batch_body("forward_input", protobuf=False))
+async def forward(request: Request, owner_id: OwnerDep, services: ServicesDep) -> Future:
+    """The loss of a batch; older SDKs ask here, newer ones ask `forward_backward` with `forward_only`."""
+    _content_type(request, _JSON)
+    return await _submit_batch(request, owner_id, services, forward_only=True)
+
+
+async def _submit_batch(request: Request, owner_id: str, services: Services, *, forward_only: bool) -> Future:
+    submit = services.runs.forward_backward_json
+    return await _submit_body(
+        request, owner_id, services, lambda body: submit(owner_id, parse_json(body), forward_only=forward_only)
+    )
+
+
+async def _submit_body(
+    request: Request, owner_id: str, services: Services, submit: Callable[[bytes], Submitted]
+) -> Future:
+    """Submit a body, perhaps zstd-compressed; it is unpacked and parsed away from the event loop."""
     encoding = request.headers.get("content-encoding", "").strip().lower()
     raw = await request.body()
 
-    def submit() -> Submitted:
-        body = unpack(raw, encoding, limit=services.settings.max_request_bytes)
-        return services.runs.forward_backward(owner_id, parse_forward_backward(body))
+    def unpacked() -> Submitted:
+        return submit(unpack(raw, encoding, limit=services.settings.max_request_bytes))
 
-    return _accept(services, owner_id, await in_thread(submit))
+    return _accept(services, owner_id, await in_thread(unpacked))
 
 
-@router.post("/optim_step")
+def _content_type(request: Request, *known: str) -> str:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type not in known:
+        raise InvalidRequest(f"Content-Type: must be {' or '.join(known)}, not {content_type!r}")
+    return content_type
+
+
+@router.post("/optim_step", openapi_extra=json_body_of(OptimStep))
 async def optim_step(request: Request, owner_id: OwnerDep, services: ServicesDep) -> Future:
     """One optimizer step on the gradients summed since the last."""
     return await _submit_json(request, owner_id, services, services.runs.optim_step)
 
 
-@router.post("/save_weights")
+@router.post("/save_weights", openapi_extra=json_body_of(SaveWeights))
 async def save_weights(request: Request, owner_id: OwnerDep, services: ServicesDep) -> Future:
     """Save a named training checkpoint."""
     return await _submit_json(request, owner_id, services, services.runs.save_weights)
 
 
-@router.post("/save_weights_for_sampler")
+@router.post("/save_weights_for_sampler", openapi_extra=json_body_of(SaveWeightsForSampler))
 async def save_weights_for_sampler(request: Request, owner_id: OwnerDep, services: ServicesDep) -> Future:
     """Save weights to sample from: named, or as a sampling session of their own."""
     return await _submit_json(request, owner_id, services, services.runs.save_weights_for_sampler)
 
 
-@router.post("/load_weights")
+@router.post("/save_weights_external", openapi_extra=json_body_of(SaveWeightsExternal))
+async def save_weights_external(request: Request, owner_id: OwnerDep, services: ServicesDep) -> Future:
+    """Save weights to be downloaded, in PEFT's layout, perhaps encrypted."""
+    return await _submit_json(request, owner_id, services, services.runs.save_weights_external)
+
+
+@router.post("/load_weights", openapi_extra=json_body_of(LoadWeights, CreateFromWeights))
 async def load_weights(request: Request, owner_id: OwnerDep, services: ServicesDep) -> Future:
     """Load a checkpoint into a run, or create a run from it."""
     return await _submit_json(request, owner_id, services, services.runs.load_weights)
+
+
+@router.post("/unload_model")
+async def unload_model(body: UnloadModel, owner_id: OwnerDep, services: ServicesDep) -> Future:
+    """Free what a run holds, and take no more operations for it. Older SDKs ask; newer ones finish their session."""
+    request_id = await in_thread(services.runs.unload, owner_id, body.model_id)
+    return Future(request_id=request_id, model_id=body.model_id)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, SecretStr, model_validator
 
 from app.schemas import Identifier, Request, RunSeq, SessionSeq
 
@@ -29,9 +29,20 @@ class Lora(Request):
 
 
 class OptimizerConfig(Request):
-    """The optimizer of a run, fixed when it is created."""
+    """The optimizer of a run, fixed when it is created: `{type: "adamw"}` or `{type: "dimuon", version: 1}`."""
 
-    type: Literal["adamw"] = "adamw"
+    type: Literal["adamw", "dimuon"] = "adamw"
+    version: Literal[1] | None = None
+
+    @model_validator(mode="after")
+    def _has_the_fields_of_its_type(self) -> OptimizerConfig:
+        if self.type == "adamw" and self.version is not None:
+            raise ValueError("version: adamw has none")
+        return self
+
+    def stored(self) -> dict[str, Any]:
+        """As a run keeps it and its client reads it."""
+        return {"type": self.type} if self.type == "adamw" else {"type": self.type, "version": 1}
 
 
 class CreateModel(Request):
@@ -47,7 +58,8 @@ class CreateModel(Request):
 
 
 class CreateFromWeights(Request):
-    """`load_weights` that makes a new run of a checkpoint."""
+    """`load_weights` that makes a new run of a checkpoint. `weights_access_token`: a key or token of the account whose
+    checkpoint it is, if that is another one."""
 
     session_id: Identifier
     model_seq_id: SessionSeq
@@ -56,7 +68,7 @@ class CreateFromWeights(Request):
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerConfig | None = None
-    weights_access_token: None = None
+    weights_access_token: SecretStr | None = None
     type: Literal["load_weights"] = "load_weights"
 
 
@@ -67,7 +79,7 @@ class LoadWeights(Request):
     seq_id: RunSeq
     path: str
     optimizer: bool
-    weights_access_token: None = None
+    weights_access_token: SecretStr | None = None
     type: Literal["load_weights"] = "load_weights"
 
 
@@ -82,12 +94,30 @@ class AdamStep(Request):
     grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
 
 
+class DimuonStep(Request):
+    """Hyperparameters of one Dimuon step (WIRE §5.4). A `grad_clip_norm` of 0 or less means no clipping."""
+
+    type: Literal["dimuon"]
+    learning_rate: float = Field(ge=0, allow_inf_nan=False)
+    grad_clip_norm: float = Field(0.0, allow_inf_nan=False)
+    beta1: float = Field(0.9, ge=0, lt=1)
+
+
 class OptimStep(Request):
-    """`optim_step`."""
+    """`optim_step` of a run whose optimizer is AdamW."""
 
     model_id: Identifier
     seq_id: RunSeq
     adam_params: AdamStep
+    type: Literal["optim_step"] = "optim_step"
+
+
+class OtherOptimStep(Request):
+    """`optim_step` of a run whose optimizer is another than AdamW."""
+
+    model_id: Identifier
+    seq_id: RunSeq
+    optimizer_params: DimuonStep
     type: Literal["optim_step"] = "optim_step"
 
 
@@ -127,11 +157,32 @@ class SaveWeightsForSampler(Request):
         return self
 
 
+class SaveWeightsExternal(Request):
+    """`save_weights_external`: weights to be downloaded, `tinker://<run>/external_weights/<path>`. No recipients at all
+    and an empty list of them are not the same: whoever sends a list wants no file to be readable by everybody."""
+
+    model_id: Identifier
+    seq_id: RunSeq
+    path: str = Name
+    ttl_seconds: int | None = Ttl
+    age_encryption_recipients: list[Annotated[str, Field(max_length=4096)]] | None = Field(
+        None, min_length=1, max_length=10
+    )
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
 class GetInfo(Request):
     """`get_info`."""
 
     model_id: Identifier
     type: Literal["get_info"] = "get_info"
+
+
+class UnloadModel(Request):
+    """`unload_model`, which SDKs before 0.25 may send."""
+
+    model_id: Identifier
+    type: Literal["unload_model"] = "unload_model"
 
 
 class ModelData(BaseModel):

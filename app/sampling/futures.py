@@ -71,10 +71,9 @@ class SampleFutures:
         own = [request_id for request_id in request_ids if _session_of(request_id) == sampling_session_id]
         await _redis(self._feeds.forget(own))
 
-    def pool_of(self, request_id: str) -> str | None:
-        """The pool that samples a request, if it is known here."""
-        known = self._samplers.get(_session_of(request_id))
-        return known.pool if known else None
+    async def pool_of(self, request_id: str) -> str:
+        """The pool that samples a request. Raises NotFound."""
+        return (await self._sampler(_session_of(request_id))).pool
 
     def join(self, owner_id: str, sampling_session_id: str) -> int:
         """A number for one more client of a sampling session: 1 or more, never given twice. Raises NotFound, Gone."""
@@ -98,14 +97,18 @@ class SampleFutures:
             return joined.scalar_one()
 
     async def _owned(self, owner_id: str, sampling_session_id: str) -> _Sampler:
+        sampler = await self._sampler(sampling_session_id)
+        if sampler.owner_id != owner_id:
+            raise _no_sampler(sampling_session_id)
+        return sampler
+
+    async def _sampler(self, sampling_session_id: str) -> _Sampler:
         sampler = self._samplers.get(sampling_session_id)
         if sampler is None:
             sampler = await run_in_threadpool(self._load, sampling_session_id)
             if len(self._samplers) >= _CACHED_SAMPLERS:
                 self._samplers.clear()
             self._samplers[sampling_session_id] = sampler
-        if sampler.owner_id != owner_id:
-            raise _no_sampler(sampling_session_id)
         return sampler
 
     def _load(self, sampling_session_id: str) -> _Sampler:

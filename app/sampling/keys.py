@@ -7,6 +7,8 @@ SEQUENCES_PER_CLIENT = 1_000_000_000
 
 
 FEED_MARK = "feed:"
+TOKENS_FIELD = b"t"
+"""What an entry of a stream of tokens holds (`app.wire.streaming`)."""
 
 
 def request_key(request_id: str) -> str:
@@ -17,6 +19,11 @@ def request_key(request_id: str) -> str:
 def result_key(request_id: str) -> str:
     """Key of a result."""
     return f"sample:{request_id}:result"
+
+
+def tokens_key(request_id: str) -> str:
+    """Redis stream of the tokens of a request that is streamed."""
+    return f"sample:{request_id}:tokens"
 
 
 def claim_key(request_id: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from app.deps import OwnerDep, ServicesDep, in_thread
+from app.json_route import StrictJsonRoute
 from app.runs.schemas import Future
 from app.sampling.schemas import (
     CreateSamplingSession,
@@ -15,7 +16,7 @@ from app.sampling.schemas import (
     SamplingSessionJoined,
 )
 
-router = APIRouter(prefix="/api/v1", tags=["sampling"])
+router = APIRouter(prefix="/api/v1", tags=["sampling"], route_class=StrictJsonRoute)
 
 
 @router.post("/create_sampling_session")

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header
 
 from app.deps import OwnerDep, ServicesDep, in_thread
+from app.json_route import StrictJsonRoute
 from app.sessions import service
 from app.sessions.schemas import (
     ClientConfig,
@@ -21,7 +22,7 @@ from app.sessions.schemas import (
     TelemetryAccepted,
 )
 
-router = APIRouter(prefix="/api/v1", tags=["sessions"])
+router = APIRouter(prefix="/api/v1", tags=["sessions"], route_class=StrictJsonRoute)
 
 
 @router.post("/client/config")
@@ -35,6 +36,7 @@ async def client_config(body: ClientVersion, owner_id: OwnerDep, services: Servi
         sample_max_concurrent_requests=settings.sample_max_concurrent_requests,
         sample_use_retrieve_futures=settings.sample_use_retrieve_futures,
         sample_join_sampling_session=settings.sample_join_sampling_session,
+        custom_loss_server_side=settings.custom_loss_server_side,
     )
 
 

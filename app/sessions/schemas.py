@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from app.schemas import Identifier, LenientRequest, Request
+from app.schemas import Identifier, JsonObject, LenientRequest, Request
 
 
 class ClientVersion(LenientRequest):
@@ -19,7 +19,7 @@ class CreateSession(Request):
     """`create_session`."""
 
     tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: JsonObject | None = None
     sdk_version: str = Field("", max_length=64)
     project_id: str | None = Field(None, max_length=200)
     display_name: str | None = Field(None, max_length=200)
@@ -71,6 +71,9 @@ class ClientConfig(BaseModel):
     sample_max_concurrent_requests: int
     sample_use_retrieve_futures: bool
     sample_join_sampling_session: bool
+    custom_loss_server_side: bool
+    create_model_via_load_weights: bool = True
+    """SDKs from 0.24 to 0.36 ask whether a run may begin as a checkpoint; later ones take it for granted."""
 
 
 class DynamicConfig(BaseModel):

@@ -6,13 +6,14 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sqlalchemy import bindparam, select, update
+from sqlalchemy import bindparam, exists, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from app.db import Database, utc_now
 from app.errors import Gone, NotFound
-from app.runs.models import Run
+from app.runs.log import UNLOADED_SEQ
+from app.runs.models import Operation, Run
 from app.sessions.models import ClientSession
 from app.sessions.schemas import CreateSession, FinishSession
 
@@ -27,7 +28,7 @@ def create_session(database: Database, owner_id: str, request: CreateSession, id
     row = ClientSession(
         id=str(uuid.uuid4()),
         owner_id=owner_id,
-        idempotency_key=idempotency_key,
+        idempotency_key=idempotency_key or None,
         sdk_version=request.sdk_version,
         project_id=request.project_id,
         display_name=request.display_name,
@@ -71,10 +72,12 @@ def require_live(session: Session, owner_id: str, session_id: str) -> ClientSess
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """Where a run's requests go: its pool, and the worker that holds it, if one does."""
+    """Where a run's requests go: its pool, and the worker that holds it, if one does. One that is `unloaded` takes no
+    more operations."""
 
     pool: str | None
     worker_id: str | None
+    unloaded: bool
 
 
 _LIVE_RUN = (
@@ -86,6 +89,7 @@ _LIVE_RUN = (
         ClientSession.last_seen_at,
         ClientSession.silent_since,
         ClientSession.finished_at,
+        exists().where(Operation.model_id == Run.id, Operation.seq_id == UNLOADED_SEQ).label("unloaded"),
     )
     .join(ClientSession, ClientSession.id == Run.session_id)
     .where(Run.id == bindparam("model_id"), Run.owner_id == bindparam("owner_id"))
@@ -106,7 +110,7 @@ def require_live_run(session: Session, owner_id: str, model_id: str) -> LiveRun:
     if now - row.last_request_at > _TOUCH_EVERY:
         asked = update(Run).where(Run.id == model_id).values(last_request_at=now)
         session.execute(asked.execution_options(synchronize_session=False))
-    return LiveRun(row.pool, row.worker_id)
+    return LiveRun(row.pool, row.worker_id, row.unloaded)
 
 
 def heartbeat(database: Database, owner_id: str, session_id: str) -> None:

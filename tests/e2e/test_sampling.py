@@ -7,8 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tinker
+import torch
+from sqlalchemy import select
 from tinker import types
 
+from app.db import Database
+from app.runs.models import Run
+from app.sampling.records import find_recorded
 from tests.e2e.conftest import MODEL
 from tests.e2e.data import batch, train
 
@@ -78,6 +83,61 @@ def test_prompt_logprobs_and_top_k(sampler: tinker.SamplingClient) -> None:
     rows = result.topk_prompt_logprobs
     assert rows[0] is None and all(len(row) == 3 for row in rows[1:])
     assert all(row[0][1] >= row[1][1] >= row[2][1] for row in rows[1:])
+
+
+@pytest.mark.parametrize("columns", [1, 40])
+def test_named_tokens_are_scored_dense_and_sparse(sampler: tinker.SamplingClient, columns: int) -> None:
+    """The prompt's own tokens are named in the last column: what comes back are the prompt's logprobs."""
+    ids = torch.full((3, columns), -1, dtype=torch.int64)
+    ids[:, -1] = torch.tensor(PROMPT.to_ints()[1:])
+    ids[0, -1] = -1
+    targets = types.TensorData.from_torch_sparse(ids, pad_value=-1)
+    assert (targets.sparse_crow_indices is not None) == (columns > 1)
+    params = types.SamplingParams(max_tokens=1)
+    asked = sampler.sample(PROMPT, 1, params, include_prompt_logprobs=True, target_prompt_logprobs=targets)
+    found = asked.result(60)
+    scored = found.target_prompt_logprobs
+    assert scored.shape == targets.shape and scored.sparse_crow_indices == targets.sparse_crow_indices
+    matrix = scored.to_torch()
+    assert matrix[:, -1].tolist() == pytest.approx([0.0, *found.prompt_logprobs[2:]], abs=1e-5)
+    assert (matrix[:, :-1] == 0).all()
+
+
+def test_alternatives_are_drawn_at_every_position_of_a_prompt(sampler: tinker.SamplingClient) -> None:
+    def draw(**params: object) -> types.PromptAltTokens:
+        asked = types.SamplingParams(max_tokens=1, **params)  # type: ignore[arg-type]
+        return sampler.sample(PROMPT, 1, asked, topk_prompt_logprobs=1, prompt_alt_tokens_k=5).result(60)
+
+    first, again, other = (draw(seed=seed).prompt_alt_tokens for seed in (1, 1, 2))
+    assert first.tokens.shape == first.logprobs.shape == [3, 5]
+    assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
+    greedy = draw(temperature=0.0)
+    best = [row[0] for row in greedy.topk_prompt_logprobs[1:]]
+    assert greedy.prompt_alt_tokens.tokens.tolist() == [[token] * 5 for token, _ in best]
+    assert greedy.prompt_alt_tokens.logprobs.to_torch()[:, 0].tolist() == pytest.approx([lp for _, lp in best])
+
+
+def test_recorded_samples_are_on_record_as_the_client_got_them(service) -> None:  # type: ignore[no-untyped-def]
+    client = tinker.ServiceClient(base_url=service.base_url, api_key="tml-recorded")
+    run = client.create_lora_training_client(base_model=MODEL, rank=4).result(30)
+    recording = run.save_weights_and_get_sampling_client(record_stability_info=True).result(30)
+    params = types.SamplingParams(max_tokens=6, stop=[])
+    futures = [recording.sample(PROMPT, 3, params) for _ in range(4)]
+    sampled = [sequence for future in futures for sequence in future.result(60).sequences]
+    plain = client.create_sampling_client(base_model=MODEL).sample(PROMPT, 1, params).result(60).sequences[0]
+    ids = [sequence.sequence_id for sequence in sampled]
+    database = Database(f"sqlite:///{service.data_dir}/tinworks.db")
+    with database.read() as session:
+        owner_id = session.scalar(select(Run.owner_id).where(Run.id == run.model_id))
+        session_id = run.model_id.partition(":")[0]
+        wanted = [*ids, plain.sequence_id]
+        found = find_recorded(session, owner_id=owner_id, session_id=session_id, sequence_ids=wanted)
+    database.dispose()
+    assert set(found) == set(ids) and len(set(ids)) == 12
+    for sequence in sampled:
+        kept = found[sequence.sequence_id]
+        assert (kept.tokens.tolist(), kept.logprobs.tolist()) == (sequence.tokens, sequence.logprobs)
+        assert kept.prompt.tolist() == PROMPT.to_ints()
 
 
 def test_trainer_and_sampler_agree(service) -> None:  # type: ignore[no-untyped-def]

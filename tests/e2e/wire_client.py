@@ -33,13 +33,14 @@ class WireClient:
             if answer.status_code != 408:
                 return answer
 
-    def create_run(self, **lora: Any) -> str:
+    def create_run(self, *, optimizer: dict[str, Any] | None = None, **lora: Any) -> str:
         """A run of the tiny model; returns its id."""
         body = {
             "session_id": self.session_id,
             "model_seq_id": next(self._models),
             "base_model": "tiny",
             "lora_config": {"rank": 4, "seed": 1, **lora},
+            "optimizer_config": optimizer or {"type": "adamw"},
         }
         future = self.post("create_model", body).json()
         answer = self.wait(future["request_id"]).json()
@@ -48,13 +49,18 @@ class WireClient:
 
     def forward_backward(self, run: str, seq_id: int, rows: list[list[int]], **fields: Any) -> httpx.Response:
         """Next-token cross entropy over rows of tokens."""
+        return self.send(self.message(run, seq_id, rows, **fields))
+
+    @staticmethod
+    def message(run: str, seq_id: int, rows: list[list[int]], **fields: Any) -> pb.ForwardBackwardRequest:
+        """The protobuf message of that."""
         message = pb.ForwardBackwardRequest(model_id=run, seq_id=seq_id, loss_fn="cross_entropy", **fields)
         for row in rows:
             datum = message.data.add()
             datum.model_input.add().encoded_text.tokens = np.asarray(row[:-1], "<i4").tobytes()
             target = datum.loss_fn_inputs["target_tokens"]
             target.dense, target.dtype = np.asarray(row[1:], "<i8").tobytes(), pb.DTYPE_INT64
-        return self.send(message)
+        return message
 
     def send(self, message: pb.ForwardBackwardRequest) -> httpx.Response:
         """POST a protobuf forward_backward."""
