@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import date
-from typing import Literal
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 
 from app.audit import service
-from app.audit.schemas import AuditLog, Entry
-from app.audit.service import Resource
+from app.audit.schemas import AuditLog, AuditQuery, Entry
 from app.db import utc_now
 from app.deps import OwnerDep, ServicesDep, in_thread
 
@@ -17,12 +15,11 @@ router = APIRouter(prefix="/api/v1", tags=["audit"])
 
 
 @router.get("/audit")
-async def audit_log(
-    owner_id: OwnerDep, services: ServicesDep, event_type: Literal["all"] | Resource = "all", day: date | None = None
-) -> AuditLog:
+async def audit_log(asked: Annotated[AuditQuery, Query()], owner_id: OwnerDep, services: ServicesDep) -> AuditLog:
     """What happened to the caller's keys, checkpoints and projects on a day in UTC; without `day`, today."""
-    resource = None if event_type == "all" else event_type
-    rows = await in_thread(service.entries_of_day, services.database, owner_id, resource, day or utc_now().date())
+    resource = None if asked.event_type == "all" else asked.event_type
+    day = asked.day or utc_now().date()
+    rows = await in_thread(service.entries_of_day, services.database, owner_id, resource, day)
     return AuditLog(
         entries=[
             Entry(

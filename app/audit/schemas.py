@@ -1,11 +1,21 @@
-"""Answer of `GET audit` (WIRE §2.6)."""
+"""Query and answer of `GET audit` (WIRE §2.6)."""
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Any
+from datetime import date, datetime
+from typing import Any, Literal
 
 from pydantic import BaseModel
+
+from app.audit.service import Resource
+from app.paging import Query
+
+
+class AuditQuery(Query):
+    """Query of `GET audit`; a day in UTC."""
+
+    event_type: Literal["all"] | Resource = "all"
+    day: date | None = None
 
 
 class Entry(BaseModel):

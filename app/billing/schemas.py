@@ -1,4 +1,4 @@
-"""Answers of the `billing` routes (WIRE §2.6). Costs are null: a self-hosted service has no price list."""
+"""Queries and answers of the `billing` routes (WIRE §2.6). Costs are null: a self-hosted service has no price list."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel
+
+from app.paging import Query
+
+
+class UsageQuery(Query):
+    """Query of `billing/usage/events`: full hours in UTC."""
+
+    starting_on: datetime
+    ending_before: datetime
+
+
+class StorageQuery(Query):
+    """Query of `billing/usage/checkpoints/current`."""
+
+    project_id: str | None = None
 
 
 class Training(BaseModel):

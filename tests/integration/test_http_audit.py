@@ -111,3 +111,22 @@ def test_changes_of_a_checkpoint_are_noted_and_failed_ones_are_not(each_api: Api
     names = ["checkpoint_publish", "checkpoint_unpublish", "checkpoint_set_ttl", "checkpoint_delete"]
     assert [entry["event"] for entry in entries] == names
     assert {entry["tinker_path"] for entry in entries} == {f"tinker://{run.id}/weights/one"}
+
+
+def test_a_session_that_is_moved_into_a_project_is_noted(each_api: Api) -> None:
+    session_id = each_api.session()
+    where, body = f"sessions/{session_id}/project", {"project_id": "red"}
+    assert each_api.send("PUT", where, body).status_code == 204
+    assert each_api.send("PUT", where, body, who="bob").status_code == 404
+    (entry,) = ask(each_api, "?event_type=projects")
+    assert entry["event"] == "project_assign_session"
+    assert entry["event_details"] == {"session_id": session_id, "project_id": "red"}
+    assert events(each_api, "?event_type=projects", who="bob") == []
+
+
+@pytest.mark.parametrize("path", ["audit", "billing/usage/events", "billing/usage/checkpoints/current"])
+def test_an_unknown_parameter_is_refused_by_name(api: Api, path: str) -> None:
+    window = "starting_on=2030-01-01T00:00:00Z&ending_before=2030-01-02T00:00:00Z&" if "events" in path else ""
+    answer = api.send("GET", f"{path}?{window}nonsense=1")
+    assert answer.status_code == 422
+    assert "nonsense" in answer.json()["detail"]
