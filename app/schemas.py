@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/\s]+$")]
 SessionSeq = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -20,6 +21,15 @@ def _storable(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _in_utc(time: datetime) -> datetime:
+    try:
+        return time.astimezone(UTC)
+    except OverflowError as error:
+        raise ValueError("lies beyond what can be told in UTC") from error
+
+
+UtcTime = Annotated[AwareDatetime, AfterValidator(_in_utc)]
+"""A time with its offset, in UTC."""
 JsonObject = Annotated[dict[str, Any], AfterValidator(_storable)]
 """Any JSON that an answer can carry back."""
 

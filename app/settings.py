@@ -91,6 +91,14 @@ class Settings(BaseSettings):
     train_slots: int = Field(64, ge=1, description="Runs resident in one train worker")
     pass_tokens: int = Field(16384, ge=1, description="Token budget of one forward/backward pass over many runs")
     micro_batch_tokens: int = Field(4096, ge=1, description="Tokens, padding included, of one micro-batch")
+    attention: Literal["auto", "padded", "flash", "flex"] = Field(
+        "auto",
+        description="How sequences of different lengths share a micro-batch of training: padded, or packed for a "
+        "flash-attention kernel or torch's flex attention; auto: flash or flex on CUDA where the model allows it",
+    )
+    gradient_checkpointing: Literal["auto", "on", "off"] = Field(
+        "auto", description="Recompute layers in the backward to save memory; auto: for models of a billion parameters"
+    )
     claim_interval_s: float = Field(1.0, gt=0, description="How often a train loop looks for work without a doorbell")
     lease_s: float = Field(9.0, gt=0, description="A run's lease; renewed every third of it, taken over after it")
     max_pass_s: float = Field(600.0, gt=0, description="A pass longer than this is taken for hung and ends its worker")

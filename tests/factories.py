@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
+import numpy as np
 from sqlalchemy.orm import Session
 
 from app.accounts.models import Owner
@@ -16,8 +17,10 @@ from app.fleet.service import NameOfModel, register_model, register_worker
 from app.runs import log
 from app.runs.log import Failure, Payload
 from app.runs.models import Run
+from app.sampling.records import NewRecord, record, sequence_id
 from app.sessions.models import ClientSession
-from app.wire.types import ModelFacts
+from app.wire.sampling import encode_result
+from app.wire.types import ModelFacts, SampledSequence, SampleResult
 
 POOL = "tiny"
 VOCABULARY = 64
@@ -148,3 +151,21 @@ def add_checkpoint(
     session.add(row)
     session.flush()
     return row
+
+
+def add_recorded_sample(
+    session: Session,
+    *,
+    owner_id: str,
+    session_id: str,
+    prompt: Sequence[int],
+    sequences: Sequence[tuple[Sequence[int], Sequence[float]]],
+) -> list[str]:
+    """A sample on record: `sequences` are tokens and logprobs. Returns the ids of its sequences."""
+    request_id = f"{session_id}:sample:0:{next(_numbers)}"
+    sampled = [
+        SampledSequence("length", np.array(tokens, np.int32), np.array(logprobs, np.float32))
+        for tokens, logprobs in sequences
+    ]
+    record(session, [NewRecord(request_id, owner_id, session_id, prompt, encode_result(SampleResult(sampled)))])
+    return [sequence_id(request_id, i) for i in range(len(sequences))]

@@ -20,6 +20,8 @@ from app.wire.types import SampleRequest, SamplingParams
 
 _CHARACTERS_PER_TOKEN = 32
 _CHARACTERS_BESIDES = 1024
+MOST_SCORES = 1 << 22
+"""Logprobs of alternatives in one answer; as JSON each takes a hundred bytes, in memory many more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,19 @@ def completion_request(
     if not body.echo or body.logprobs is None:
         return replace(request, topk_sample_logprobs=k)
     return replace(request, topk_sample_logprobs=k, prompt_logprobs=True, topk_prompt_logprobs=k)
+
+
+def check_scores(requests: Sequence[SampleRequest], field: str) -> None:
+    """Raise InvalidRequest, naming `field`, if the answer could hold more logprobs than a process can."""
+    cells = sum(
+        request.num_samples * (request.params.max_tokens or 0) * request.topk_sample_logprobs
+        + len(request.prompt) * request.topk_prompt_logprobs
+        for request in requests
+    )
+    if cells > MOST_SCORES:
+        raise InvalidRequest(
+            f"{field}: up to {cells} logprobs, more than {MOST_SCORES}; ask for fewer tokens or choices"
+        )
 
 
 def _rendered(body: ChatBody, model: ServedModel, tokenizer: ModelTokenizer) -> Prompt:

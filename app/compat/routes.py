@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import orjson
 import structlog
 from fastapi import APIRouter, Request, Response
@@ -12,7 +10,7 @@ from app.compat import catalogue
 from app.compat.access import CompatOwnerDep
 from app.compat.connection import ClientGone, Emit, EventStream, while_connected
 from app.compat.errors import code_of, error_body
-from app.compat.schemas import ChatBody, CompletionBody, parse
+from app.compat.schemas import B, ChatBody, CompletionBody, parse
 from app.compat.service import Asked
 from app.deps import Services, ServicesDep, in_thread
 from app.errors import InvalidRequest, TinworksError, TooLarge
@@ -23,6 +21,8 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 log = structlog.get_logger(__name__)
 
 _MOST_BYTES = 32 * 2**20
+_SMALL_BYTES = 2**16
+"""Larger bodies are checked away from the event loop."""
 _CLIENT_GONE = 499
 """Nobody reads it; nginx's number for a request that its client gave up."""
 
@@ -30,21 +30,21 @@ _CLIENT_GONE = 499
 @router.post("/completions", openapi_extra=json_body_of(CompletionBody))
 async def completions(request: Request, owner_id: CompatOwnerDep, services: ServicesDep) -> Response:
     """Continue a text, or token ids."""
-    body = parse(CompletionBody, await _json(request))
+    body = await _body(request, CompletionBody)
     return await _sampled(request, services, await services.compat.completion(owner_id, body))
 
 
 @router.post("/chat/completions", openapi_extra=json_body_of(ChatBody))
 async def chat_completions(request: Request, owner_id: CompatOwnerDep, services: ServicesDep) -> Response:
     """Answer a conversation, in the base model's chat template."""
-    body = parse(ChatBody, await _json(request))
+    body = await _body(request, ChatBody)
     return await _sampled(request, services, await services.compat.chat(owner_id, body))
 
 
 @router.post("/chat/completions/render", openapi_extra=json_body_of(ChatBody))
 async def render_chat(request: Request, owner_id: CompatOwnerDep, services: ServicesDep) -> Response:
     """The prompt that a chat completion would continue, as text and as tokens. Nothing is sampled."""
-    body = parse(ChatBody, await _json(request))
+    body = await _body(request, ChatBody)
     rendered = await services.compat.render(owner_id, body)
     prompt = rendered.prompt
     return json_response({"model": rendered.model, "prompt": prompt.text, "token_ids": prompt.tokens})
@@ -65,14 +65,19 @@ async def get_model(name: str, owner_id: CompatOwnerDep, services: ServicesDep) 
     return json_response(await in_thread(catalogue.describe, services.database, name, target))
 
 
-async def _json(request: Request) -> Any:
+async def _body(request: Request, kind: type[B]) -> B:
     raw = await request.body()
     if len(raw) > _MOST_BYTES:
         raise TooLarge(f"body: more than {_MOST_BYTES} bytes")
+    return await in_thread(_parsed, raw, kind) if len(raw) > _SMALL_BYTES else _parsed(raw, kind)
+
+
+def _parsed(raw: bytes, kind: type[B]) -> B:
     try:
-        return orjson.loads(raw)
+        found = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest("body: not valid JSON") from error
+    return parse(kind, found)
 
 
 async def _sampled(request: Request, services: Services, asked: Asked) -> Response:

@@ -14,7 +14,14 @@ from app.compat.answers import ChatChoice, ChoiceShape, CompletionChoice, Envelo
 from app.compat.choices import Choice
 from app.compat.connection import Emit
 from app.compat.outcomes import Outcome, Score, SequenceOutcome, read_response
-from app.compat.prompts import Prompt, chat_prompt, chat_request, completion_prompts, completion_request
+from app.compat.prompts import (
+    Prompt,
+    chat_prompt,
+    chat_request,
+    check_scores,
+    completion_prompts,
+    completion_request,
+)
 from app.compat.schemas import ChatBody, CompletionBody, SamplingBody
 from app.compat.shelf import TokenizerShelf
 from app.compat.tokenizer import ModelTokenizer
@@ -67,6 +74,7 @@ class CompatService:
         target, tokenizer = await self._model(owner_id, body)
         prompt = await chat_prompt(body, target.model, tokenizer)
         request = chat_request(body, prompt, target.model, tokenizer)
+        check_scores([request], "top_logprobs")
         k = body.top_logprobs if body.logprobs else None
         envelope = Envelope("chat.completion", body.model)
         return Asked(body, target, tokenizer, [request], [lambda i: ChatChoice(i, tokenizer, k)], envelope)
@@ -76,6 +84,7 @@ class CompatService:
         target, tokenizer = await self._model(owner_id, body)
         prompts = await completion_prompts(body, target.model, tokenizer)
         requests = [completion_request(body, prompt, target.model, tokenizer) for prompt in prompts]
+        check_scores(requests, "logprobs")
 
         def shape(echo: str) -> Shape:
             return lambda i: CompletionChoice(i, tokenizer, body.logprobs, echo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,6 +25,7 @@ from app.sessions.service import require_live
 
 CUSTOM_LOSS_MARK = ":custom_loss:"
 _PARSED = 256
+_LOSS_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ def find(session: Session, owner_id: str, loss_id: object) -> Found:
     """The owner's loss. Raises InvalidRequest."""
     if not isinstance(loss_id, str):
         raise InvalidRequest("loss_fn_config['loss_id']: missing; custom needs the id of an uploaded loss")
-    query = select(CustomLoss.graph).where(CustomLoss.id == loss_id[:64], CustomLoss.owner_id == owner_id)
-    text = session.scalar(query)
+    query = select(CustomLoss.graph).where(CustomLoss.id == loss_id, CustomLoss.owner_id == owner_id)
+    text = session.scalar(query) if _LOSS_ID.fullmatch(loss_id) else None
     if text is None:
         raise InvalidRequest(f"loss_fn_config['loss_id']: there is no custom loss {loss_id[:64]!r}")
     return Found(text, _parsed(text))

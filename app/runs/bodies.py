@@ -34,7 +34,10 @@ class Body:
         self._early = threads.submit(self._store.keep, self.data)
 
     def _drop_if_unused(self) -> None:
-        if self._early is not None and not self._taken and (blob := self._early.result().blob) is not None:
+        early = None if self._taken else self._early
+        if early is None or early.exception() is not None:  # nothing is stored, and nobody needs it
+            return
+        if (blob := early.result().blob) is not None:
             self._store.blobs.delete(blob)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 
 from app.deps import OwnerDep, Services, ServicesDep, in_thread, json_body, parse_json
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, TooLarge
 from app.json_route import StrictJsonRoute
 from app.runs.openapi import batch_body, json_body_of
 from app.runs.requests import Submitted
@@ -29,6 +29,8 @@ from app.wire.training import parse_forward_backward
 
 router = APIRouter(prefix="/api/v1", tags=["training"], route_class=StrictJsonRoute)
 
+_MAX_JSON_BATCH_BYTES = 2**26
+"""Several times what a client puts into one request; in memory JSON may take twenty times its size."""
 _PROTOBUF, _JSON = "application/x-protobuf", "application/json"
 
 
@@ -78,10 +80,14 @@ async def forward(request: Request, owner_id: OwnerDep, services: ServicesDep) -
 
 
 async def _submit_batch(request: Request, owner_id: str, services: Services, *, forward_only: bool) -> Future:
-    submit = services.runs.forward_backward_json
-    return await _submit_body(
-        request, owner_id, services, lambda body: submit(owner_id, parse_json(body), forward_only=forward_only)
-    )
+    def submit(body: bytes) -> Submitted:
+        if len(body) > _MAX_JSON_BATCH_BYTES:
+            raise TooLarge(
+                f"body: a batch in JSON of more than {_MAX_JSON_BATCH_BYTES} bytes; protobuf takes larger ones"
+            )
+        return services.runs.forward_backward_json(owner_id, parse_json(body), forward_only=forward_only)
+
+    return await _submit_body(request, owner_id, services, submit)
 
 
 async def _submit_body(

@@ -22,7 +22,7 @@ from app.checkpoints.access import reader_of
 from app.checkpoints.encryption import parse_recipients
 from app.custom_losses import service as custom_losses
 from app.db import Database
-from app.errors import InvalidRequest, NotFound
+from app.errors import InvalidRequest, NotFound, TinworksError
 from app.fleet.service import ServedModel, find_model
 from app.runs import log
 from app.runs.bodies import Body, BodyStore
@@ -270,24 +270,32 @@ class RunService:
         tokens: int,
         failure: Failure | None,
     ) -> Submitted:
-        with self._database.write() as session:
-            run = require_live_run(session, owner_id, model_id)
-            if run.unloaded and failure is None:
-                failure = Failure(f"model_id: {model_id!r} was unloaded; it takes no more operations", "user")
-            added = log.append(
-                session,
-                model_id=model_id,
-                seq_id=seq_id,
-                kind=kind,
-                fingerprint=mark,
-                body=_NO_BODY if failure else body,
-                tokens=tokens,
-                failure=failure,
-            )
-        if (not added or failure) and body.blob is not None:  # a repeat; the first one's body is kept
-            self._blobs.delete(body.blob)
+        try:
+            with self._database.write() as session:
+                run = require_live_run(session, owner_id, model_id)
+                if run.unloaded and failure is None:
+                    failure = Failure(f"model_id: {model_id!r} was unloaded; it takes no more operations", "user")
+                added = log.append(
+                    session,
+                    model_id=model_id,
+                    seq_id=seq_id,
+                    kind=kind,
+                    fingerprint=mark,
+                    body=_NO_BODY if failure else body,
+                    tokens=tokens,
+                    failure=failure,
+                )
+        except TinworksError:  # nothing was written
+            self._drop(body)
+            raise
+        if not added or failure:  # a repeat; the first one's body is kept
+            self._drop(body)
         will_finish = added and failure is None
         return Submitted(log.request_id_of(model_id, seq_id), model_id, kind, run.pool, run.worker_id, will_finish)
+
+    def _drop(self, body: Payload) -> None:
+        if body.blob is not None:
+            self._blobs.delete(body.blob)
 
     def _run_facts(self, owner_id: str, model_id: str) -> RunFacts:
         facts = self._facts.get(model_id)

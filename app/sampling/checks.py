@@ -12,6 +12,11 @@ from app.wire.types import PromptTargets, SampleRequest, SamplingParams
 MAX_PROMPT_CELLS = 1 << 22
 """Largest number of logprobs that a sample may ask for about its prompt, of each kind: prompt tokens times their top k
 or draws, or the cells of its targets."""
+MAX_SAMPLED_CELLS = 1 << 24
+"""Largest number of top-k logprobs of sampled tokens: sequences times tokens times k."""
+MAX_STOP_STRINGS = 256
+"""Each is looked for after every token of every sequence, while all others wait."""
+MAX_STOP_CHARACTERS = 1024
 
 
 def checked(body: Sample, request_id: str, model: ServedModel) -> SampleRequest:
@@ -30,6 +35,7 @@ def checked(body: Sample, request_id: str, model: ServedModel) -> SampleRequest:
         if len(prompt) * getattr(body, field) > MAX_PROMPT_CELLS:
             raise InvalidRequest(f"{field}: at most {MAX_PROMPT_CELLS // len(prompt)} for {len(prompt)} prompt tokens")
     _check_last_n(body, len(prompt))
+    _check_sampled_cells(body, model.context_length - len(prompt))
     return SampleRequest(
         request_id=request_id,
         prompt=prompt,
@@ -53,6 +59,16 @@ def _check_last_n(body: Sample, prompt_tokens: int) -> None:
         raise InvalidRequest("prompt_logprobs_last_n: needs prompt_logprobs")
     if last_n > prompt_tokens - 1:
         raise InvalidRequest(f"prompt_logprobs_last_n: only {prompt_tokens - 1} tokens of the prompt have a logprob")
+
+
+def _check_sampled_cells(body: Sample, room: int) -> None:
+    wanted = body.sampling_params.max_tokens
+    tokens = body.num_samples * (room if wanted is None else min(wanted, room))
+    if tokens * body.topk_sample_logprobs > MAX_SAMPLED_CELLS:
+        least = MAX_SAMPLED_CELLS // tokens
+        raise InvalidRequest(
+            f"topk_sample_logprobs: at most {least} for num_samples times max_tokens, which are {tokens} tokens"
+        )
 
 
 def _targets(matrix: TokenMatrix | None, prompt_tokens: int, model: ServedModel) -> PromptTargets | None:
@@ -120,6 +136,9 @@ def _stops(
     strings = tuple(item for item in stop if isinstance(item, str))
     if any(not text for text in strings):
         raise InvalidRequest("sampling_params.stop: a stop string must not be empty")
+    if len(strings) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_CHARACTERS for text in strings):
+        limits = f"{MAX_STOP_STRINGS} stop strings of {MAX_STOP_CHARACTERS} characters"
+        raise InvalidRequest(f"sampling_params.stop: at most {limits} are possible")
     if any(not 0 <= token < model.vocab_size for token in tokens):
         raise InvalidRequest(f"sampling_params.stop: a token is outside the vocabulary of {model.vocab_size}")
     return tokens, strings

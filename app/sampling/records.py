@@ -7,6 +7,7 @@ So a record and what its client holds are the same bytes.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from app.wire import tinker_pb2 as pb
 
 _LOOK_UP_AT_ONCE = 500
 _FORGET_AT_MOST = 5000
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +61,9 @@ def find_recorded(
     wanted: dict[str, list[int]] = defaultdict(list)
     for identity in set(sequence_ids):
         request_id, _, number = identity.rpartition(":")
-        if number.isascii() and number.isdigit() and identity == sequence_id(request_id, int(number)):
-            wanted[request_id].append(int(number))
+        if not _NUMBER.fullmatch(number) or "\0" in identity:  # which no database takes
+            continue
+        wanted[request_id].append(int(number))
     ids = sorted(wanted)
     found = {}
     for start in range(0, len(ids), _LOOK_UP_AT_ONCE):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from app.paging import Page, Scoped
-from app.schemas import Request
+from app.schemas import Request, UtcTime
 
 ProjectId = Annotated[str, Field(max_length=200)]
 FinishedBecause = Literal["success", "errored", "interrupted"]
@@ -81,7 +81,7 @@ StatusQuery = Annotated[OfStatus | OfClientFinished, Field(discriminator="type")
 class SearchCursor(Request):
     """Where the next page begins."""
 
-    last_created_at: AwareDatetime
+    last_created_at: UtcTime
     last_session_id: str = Field(max_length=200)
 
 

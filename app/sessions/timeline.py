@@ -6,6 +6,7 @@ its end, so waiting is part of it. Time counts from the session's creation.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,17 +37,21 @@ def encode_trace(began: datetime, now: datetime, runs: Iterable[tuple[str, Itera
     for model_id, steps in runs:
         run_track = next(tracks)
         _describe(trace, run_track, model_id)
-        lanes: list[tuple[int, int]] = []  # track, and the nanosecond from which it is free
+        lanes: list[int] = []  # their tracks
+        busy: list[tuple[int, int]] = []  # a heap: the nanosecond from which a lane is free, the lane
+        free: list[int] = []  # a heap of lanes
         for step in steps:
             start = _nanoseconds(began, step.created_at)
             stop = max(start + 1, _nanoseconds(began, step.finished_at or now))
-            lane = next((i for i, (_, free) in enumerate(lanes) if free <= start), len(lanes))
-            if lane == len(lanes):
-                lanes.append((next(tracks), 0))
-                _describe(trace, lanes[lane][0], f"lane {lane}", parent=run_track)
-            track = lanes[lane][0]
-            lanes[lane] = track, stop
-            _slice(trace, track, step, start, stop)
+            while busy and busy[0][0] <= start:
+                heapq.heappush(free, heapq.heappop(busy)[1])
+            if not free:
+                free.append(len(lanes))
+                lanes.append(next(tracks))
+                _describe(trace, lanes[-1], f"lane {len(lanes) - 1}", parent=run_track)
+            lane = heapq.heappop(free)
+            heapq.heappush(busy, (stop, lane))
+            _slice(trace, lanes[lane], step, start, stop)
     payload: bytes = trace.SerializeToString()
     return payload
 

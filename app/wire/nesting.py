@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from google.protobuf.descriptor import Descriptor
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _BYTES, _GROUP, _GROUP_END, _FIXED32 = 0, 1, 2, 3, 4, 5
 
 
 @lru_cache(maxsize=32)
@@ -41,7 +41,7 @@ def exceeds_fields(body: bytes, descriptor: Descriptor, limit: int) -> bool:
                 _, at = _varint(body, at, end)
             elif wire_type in (_FIXED32, _FIXED64):
                 at += 4 if wire_type == _FIXED32 else 8
-            else:
+            elif wire_type not in (_GROUP, _GROUP_END):  # what a group holds is counted like what surrounds it
                 break
     return False
 

@@ -131,11 +131,14 @@ def _float(value: float, where: str) -> float:
 
 def _numbers(value: object, where: str, dtype: np.dtype) -> np.ndarray:
     """A flat list of numbers as a 1-D array of `dtype`, none of them changed by more than its precision."""
+    numbers = _list(value, where)
+    if not set(map(type, numbers)) <= {int, float}:  # numpy would make a text of every one, as long as the longest
+        raise InvalidRequest(f"{where}: must be a flat list of numbers")
     try:
-        array = np.array(_list(value, where))
-    except (ValueError, OverflowError, TypeError) as error:
+        array = np.array(numbers)
+    except OverflowError as error:
         raise InvalidRequest(f"{where}: must be a flat list of numbers") from error
-    if array.ndim != 1 or array.dtype.kind not in "iuf":
+    if array.dtype.kind not in "iuf":
         raise InvalidRequest(f"{where}: must be a flat list of numbers")
     if dtype.kind == "f":
         with np.errstate(over="ignore"):

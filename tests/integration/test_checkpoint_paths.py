@@ -29,14 +29,22 @@ def add(database: Database, run: Run, name: str = "first", **values: object) -> 
         return add_checkpoint(session, run, name, **values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [checkpoints.TRAINING, checkpoints.SAMPLER])
+@pytest.mark.parametrize("kind", sorted(checkpoints.KINDS))
 def test_a_path_finds_its_checkpoint_snapshot_and_run(database: Database, run: Run, kind: str) -> None:
     row = add(database, run, kind=kind)
-    found = resolve(database, run, f"tinker://{run.id}/{kind}/first")
+    with database.read() as session:
+        path = f"tinker://{run.id}/{kind}/first"
+        found = checkpoints.resolve(session, run.owner_id, path, field="path", kinds=checkpoints.KINDS)
     assert (found.checkpoint.id, found.snapshot.id, found.run.id) == (row.id, row.snapshot_id, run.id)
 
 
-def test_the_kinds_are_two_name_spaces(database: Database, run: Run) -> None:
+def test_exported_weights_are_found_only_by_who_asks_for_them(database: Database, run: Run) -> None:
+    add(database, run, kind=checkpoints.EXTERNAL)
+    with pytest.raises(InvalidRequest, match=r"path: .* is one of external_weights"):
+        resolve(database, run, f"tinker://{run.id}/external_weights/first")
+
+
+def test_each_kind_is_a_name_space_of_its_own(database: Database, run: Run) -> None:
     add(database, run, kind=checkpoints.TRAINING)
     with pytest.raises(NotFound):
         resolve(database, run, f"tinker://{run.id}/sampler_weights/first")

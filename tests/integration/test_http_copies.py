@@ -35,7 +35,7 @@ def copied(api: Api, path: str, **fields: object) -> str:
     return str(answer.json()["tinker_path"])
 
 
-@pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
 def test_a_copy_is_a_new_name_for_the_same_snapshot(each_api: Api, kind: str) -> None:
     path = copied(each_api, make(each_api, kind=kind))
     _, _, model_id, copied_kind, name = path.split("/")
@@ -112,13 +112,6 @@ def test_a_refused_copy_leaves_nothing_behind(each_api: Api) -> None:
     assert copy(each_api, "tinker://never/weights/was").status_code == 404
     with each_api.database.read() as session:
         assert session.scalar(select(func.count(ClientSession.id))) == 0
-
-
-def test_an_access_token_is_refused_by_name(api: Api) -> None:
-    body = {"source_path": "tinker://r/weights/a", "destination_project_id": "p"}
-    answer = api.post("copy_weights", body, x_tinker_weights_access_token="tok")
-    assert answer.status_code == 400
-    assert answer.json()["detail"].startswith("weights_access_token:")
 
 
 @pytest.mark.parametrize(

@@ -147,17 +147,18 @@ def test_an_operation_carries_the_graph_that_it_names(each_api: Api, batch: Batc
     [
         (None, {}, "loss_fn_config['loss_id']: missing"),
         ("nowhere", {}, "loss_fn_config['loss_id']: there is no custom loss 'nowhere'"),
+        ("no\0where", {}, "loss_fn_config['loss_id']: there is no custom loss 'no\\x00where'"),
         ("own", {"w": [1.0]}, "data[0].loss_fn_inputs['w']: has shape [1], expected [3]"),
     ],
 )
 def test_a_batch_that_the_loss_cannot_take_fails_in_its_place(
-    api: Api, batch: Batch, identity: str | None, inputs: dict[str, Any], words: str
+    each_api: Api, batch: Batch, identity: str | None, inputs: dict[str, Any], words: str
 ) -> None:
-    model_id = api.run()
-    own = loss_id(api, session_of(model_id))
+    model_id = each_api.run()
+    own = loss_id(each_api, session_of(model_id))
     body = custom(batch, model_id, 1, own if identity == "own" else identity, **inputs)
-    future = api.forward_backward(body).json()
-    assert words in failure(api, future["request_id"])
+    future = each_api.forward_backward(body).json()
+    assert words in failure(each_api, future["request_id"])
 
 
 def test_nobody_can_send_a_graph_with_a_batch(api: Api, batch: Batch) -> None:

@@ -220,7 +220,8 @@ def modest(configure: Callable[..., None], sqlite_url: str, redis_url: str, tmp_
 
 def first_poll(api: Api, request_id: str, **fields: object) -> httpx.Response:
     """A poll as the SDK begins with."""
-    return api.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True} | fields)
+    body = {"request_id": request_id, "allow_metadata_only": True} | fields
+    return api.post("retrieve_future", body, accept=PROTOBUF)
 
 
 def finished(api: Api, batch: Batch, where: str, payload: bytes, data_dir: Path) -> str:

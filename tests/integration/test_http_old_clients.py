@@ -76,6 +76,11 @@ def test_a_batch_in_json_that_unfolds_over_the_limit_is_too_large(api: Api) -> N
     assert api.post("forward_backward", bomb, content_encoding="zstd").status_code == 413
 
 
+def test_a_batch_in_json_that_would_fill_the_memory_is_too_large(api: Api) -> None:
+    lists = zstandard.ZstdCompressor().compress(b"[" + b"[]," * (23 << 20) + b"1]")
+    assert api.post("forward_backward", lists, content_encoding="zstd").status_code == 413
+
+
 def test_another_batch_in_json_with_the_same_number_is_a_conflict(api: Api) -> None:
     model_id = api.run()
     api.ok("forward_backward", batch_json(model_id, 1))

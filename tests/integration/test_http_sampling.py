@@ -218,6 +218,12 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "parameter": ({"sampling_params": {"min_p": 0.1}}, "sampling_params.min_p: unknown field"),
     "empty stop": ({"sampling_params": {"stop": [""]}}, "sampling_params.stop: "),
     "stop token": ({"sampling_params": {"stop": [VOCABULARY]}}, "sampling_params.stop: "),
+    "many stops": ({"sampling_params": {"stop": ["x"] * 257}}, "sampling_params.stop: at most 256"),
+    "long stop": ({"sampling_params": {"stop": ["x" * 1025]}}, "sampling_params.stop: at most 256"),
+    "many alternatives of many tokens": (
+        {"topk_sample_logprobs": VOCABULARY, "num_samples": 4096},
+        "topk_sample_logprobs: at most",
+    ),
     "no samples": ({"num_samples": 0}, "num_samples"),
     "field": ({"logit_bias": {}}, "logit_bias: unknown field"),
     "model": ({"base_model": "tiny"}, "base_model: not supported in a sample"),

@@ -37,7 +37,7 @@ def test_sessions_come_newest_first_and_in_pages(each_api: Api) -> None:
 
 
 def test_a_session_tells_what_it_has_made(each_api: Api) -> None:
-    session_id = begin(each_api, user_metadata={"a": "b", "n": 1}, display_name="Nightly")
+    session_id = begin(each_api, user_metadata={"a": "b", "n": 1}, display_name="Nightly", tags=["x"])
     runs = [each_api.create(session_id, number)["model_id"] for number in range(2)]
     body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
     sampler = each_api.ok("create_sampling_session", body)["sampling_session_id"]
@@ -46,6 +46,7 @@ def test_a_session_tells_what_it_has_made(each_api: Api) -> None:
         "sampler_ids": [sampler],
         "user_metadata": {"a": "b", "n": "1"},
         "display_name": "Nightly",
+        "tags": ["x"],
     }
 
 

@@ -70,7 +70,9 @@ def test_a_creation_with_another_content_is_a_conflict(api: Api) -> None:
         ({"lora_config": None}, "lora_config: missing"),
         ({"lora_config": {"rank": 4096}}, "lora_config.rank: 4096 exceeds"),
         ({"lora_config": {"rank": 4, "alpha": 1}}, "lora_config.alpha: unknown field"),
-        ({"optimizer_config": {"type": "dimuon"}}, "optimizer_config.type"),
+        ({"optimizer_config": {"type": "sgd"}}, "optimizer_config.type: Input should be 'adamw' or 'dimuon'"),
+        ({"optimizer_config": {"type": "dimuon", "version": 2}}, "optimizer_config.version: Input should be 1"),
+        ({"optimizer_config": {"type": "adamw", "version": 1}}, "optimizer_config: version: adamw has none"),
         ({"base_modle": "tiny"}, "base_modle: unknown field"),
     ],
 )
@@ -203,6 +205,17 @@ def test_a_large_batch_is_stored_once_however_often_it_is_sent(api: Api, batch: 
     assert [api.forward_backward(many).status_code for _ in range(3)] == [200] * 3
     assert api.operation(model_id, 2).body_blob is not None
     assert len(list((tmp_path / "blobs").rglob("*/*"))) == 1
+
+
+def test_a_large_batch_that_is_refused_leaves_no_blob(api: Api, batch: Batch, tmp_path: Path) -> None:
+    model_id = api.run()
+    good = batch(model_id, 1, *[1] * 20)
+    assert api.forward_backward(good).status_code == 200
+    many = b"".join([good, *[datum(good)] * 1000])
+    assert api.forward_backward(many).status_code == 409
+    api.ok("session_finish", {"session_id": model_id.partition(":")[0]})
+    assert api.forward_backward(many).status_code == 410
+    assert list((tmp_path / "blobs").rglob("bodies/*")) == []
 
 
 def datum(body: bytes) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import select, update
 
 from app.checkpoints.models import Checkpoint, Snapshot
+from app.custom_losses.models import CustomLoss
 from app.db import Database, database_clock, get_database, utc_now
 from app.fleet.models import Worker
 from app.runs import log
@@ -102,3 +103,16 @@ def test_two_rounds_are_as_good_as_one(database: Database, run: Run) -> None:
     tidy()
     with database.read() as session:
         assert list(session.scalars(select(Operation.seq_id).order_by(Operation.seq_id))) == [1, 2]
+
+
+def test_uploaded_losses_go_with_their_sessions(database: Database, run: Run) -> None:
+    old, young = new_run(database), new_run(database)
+    with database.write() as session:
+        for each in (run, old, young):
+            keys = {"owner_id": each.owner_id, "session_id": each.session_id}
+            session.add(CustomLoss(id=each.id[-64:], seq_id=0, fingerprint="f", graph="{}", **keys))
+        session.get_one(ClientSession, old.session_id).finished_at = utc_now() - timedelta(days=8)
+        session.get_one(ClientSession, young.session_id).finished_at = utc_now() - timedelta(days=6)
+    tidy()
+    with database.read() as session:
+        assert set(session.scalars(select(CustomLoss.session_id))) == {run.session_id, young.session_id}

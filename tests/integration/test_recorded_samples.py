@@ -85,6 +85,7 @@ def test_what_is_not_there_is_not_found(database: Database, run: Run) -> None:
     first, _ = add(database, run)
     request_id = first.rpartition(":")[0]
     odd = ("", "x", request_id, f"{request_id}:", f"{request_id}:2", f"{request_id}:00", f"{request_id}:-1", "y:0")
+    odd += ("y:" + "9" * 5000, "y\0:0", f"{request_id}:\u0661")
     assert found(database, run, *odd) == {}
 
 
@@ -286,6 +287,28 @@ def test_a_number_that_is_on_record_for_another_prompt_fails(sampling: Sampling)
     assert sampling.delivered(good) == [[5, 6], [6]]
     wait_for(lambda: not sampling.is_pending(bad))
     assert "seq_id" in sampling.api.poll(bad).json()["error"]
+
+
+def test_a_record_that_vanishes_at_once_fails_its_sample_and_no_later_one(
+    database: Database, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there, so nothing was added, and then the janitor took it."""
+
+    def vanishing(session: Session, samples: list[NewRecord]) -> dict[str, bytes | None]:
+        return {name: answer for name, answer in record(session, samples).items() if name != "gone"}
+
+    monkeypatch.setattr("workers.sample.recorder.record", vanishing)
+    recorder = SampleRecorder(database)
+    answers: dict[str, SampleAnswer] = {}
+    recorder.start()
+    try:
+        for name in ("gone", "kept"):
+            new = NewRecord(name, run.owner_id, run.session_id, [1], encode_result(result(1, 2)))
+            recorder.put(new, answers.__setitem__)
+            wait_for(lambda name=name: name in answers)
+    finally:
+        recorder.stop(5)
+    assert [answers[name].kind for name in ("gone", "kept")] == ["error", "proto"]
 
 
 def test_a_sample_that_cannot_be_recorded_keeps_no_other_from_its_record(database: Database, run: Run) -> None:

@@ -12,6 +12,7 @@ from app.checkpoints import service as checkpoints
 from app.checkpoints.models import Snapshot
 from app.checkpoints.service import snapshot_folder
 from app.db import utc_now
+from app.runs import log
 from app.runs.log import ACCEPTED, DONE
 from app.runs.models import Operation, Run
 from app.sessions.models import ClientSession
@@ -370,7 +371,7 @@ def test_an_evicted_run_comes_back_bit_for_bit_with_its_pending_gradient(lab: La
     for act in acts:
         perform(lab, loop, client, [act])
         if client.model_id in residents(loop):  # what failed on arrival is no reason to come back
-            loop._evict(slot_of(loop, client))
+            loop._residents.evict(slot_of(loop, client))
         assert client.row.worker_id is None
     client.optim_step(note=False)
     lab.work(loop)
@@ -381,7 +382,7 @@ def test_a_run_that_was_given_back_is_another_workers_at_once(lab: Lab) -> None:
     first, second, client = lab.worker(), lab.worker(), lab.client()
     client.train(1)
     lab.work(first)
-    first._evict(slot_of(first, client))
+    first._residents.evict(slot_of(first, client))
     client.train(2)
     assert second.cycle()
     assert client.row.crash_count == 0
@@ -400,7 +401,7 @@ def test_runs_of_clients_that_are_gone_leave_their_slots(lab: Lab) -> None:
         session.get_one(ClientSession, finished.row.session_id).finished_at = utc_now()
         for client in (silent, busy):
             session.get_one(ClientSession, client.row.session_id).last_seen_at = utc_now() - timedelta(seconds=301)
-    loop._evict_abandoned()
+    loop._residents.evict_abandoned()
     assert residents(loop) == {live.model_id, busy.model_id}
     assert finished.row.worker_id is None and silent.row.worker_id is None
     lab.work(loop)
@@ -408,6 +409,23 @@ def test_runs_of_clients_that_are_gone_leave_their_slots(lab: Lab) -> None:
     silent.train(2)
     lab.work(loop)
     assert_close(state_of(loop, silent), silent.alone)
+
+
+def test_an_unloaded_run_leaves_its_slot_when_it_has_done_what_it_took(lab: Lab) -> None:
+    loop = lab.worker()
+    kept, unloaded = lab.client(rank=1), lab.client(rank=2)
+    lab.work(loop)
+    _, step = unloaded.train(1)
+    with lab.database.write() as session:
+        log.unload(session, unloaded.model_id)
+    loop._residents.evict_abandoned()
+    assert residents(loop) == {kept.model_id, unloaded.model_id}
+    lab.work(loop)
+    assert unloaded.operation(step).state == DONE
+    loop._residents._next_abandoned = 0.0
+    loop._residents.evict_abandoned()
+    assert residents(loop) == {kept.model_id}
+    assert unloaded.row.worker_id is None
 
 
 def test_a_worker_that_stops_gives_everything_back_with_a_snapshot(lab: Lab) -> None:

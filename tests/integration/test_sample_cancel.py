@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,42 +16,9 @@ from app.settings import Settings
 from app.wire.types import SampledSequence, SampleResult
 from tests.factories import POOL
 from tests.integration.conftest import Api
+from tests.integration.held_engine import HeldEngine
 from tests.services import wait_for
-from workers.sample.engines.base import Cancelled, Job
 from workers.sample.service import SampleService
-
-
-class HeldEngine:
-    """An engine that ends a job when the test says so, or when it is cancelled."""
-
-    def __init__(self) -> None:
-        self.jobs: dict[str, Job] = {}
-        self.deaf = False
-        self._ended: list[tuple[str, SampleResult | Exception]] = []
-        self._lock = threading.Lock()
-
-    def submit(self, job: Job) -> None:
-        with self._lock:
-            self.jobs[job.request.request_id] = job
-
-    def cancel(self, request_id: str) -> None:
-        if not self.deaf:
-            self.end(request_id, Cancelled("the request was cancelled"))
-
-    def end(self, request_id: str, outcome: SampleResult | Exception) -> None:
-        with self._lock:
-            self._ended.append((request_id, outcome))
-
-    def step(self) -> bool:
-        with self._lock:
-            ended, self._ended = self._ended, []
-            jobs = [(self.jobs.pop(request_id, None), outcome) for request_id, outcome in ended]
-        for job, outcome in jobs:
-            if job is not None:
-                job.finish(outcome)
-        return bool(ended)
-
-    running = waiting = 0
 
 
 @pytest.fixture
@@ -67,6 +33,7 @@ def engine(server: redis.Redis) -> Iterator[HeldEngine]:
     held = HeldEngine()
     usage = SimpleNamespace(start=lambda: None, stop=lambda timeout_s: None, counted=lambda stored, deliver: deliver)
     stubs: dict[str, Any] = {"usage": usage, "adapters": SimpleNamespace(get=lambda snapshot_id: None)}
+    stubs["recorder"] = SimpleNamespace(start=lambda: None, stop=lambda timeout_s: None)
     settings = Settings(sample_claim_s=0.3)
     sampler = SampleService(worker_id="w1", pool=POOL, engine=held, redis=server, settings=settings, **stubs)
     held.take = sampler.take  # type: ignore[attr-defined]

@@ -26,8 +26,9 @@ from tests.unit.workers.train.train_lab import (
     slot_of,
     state_of,
 )
+from workers.model import engine
 from workers.model.forward import run_pass
-from workers.train import execute, snapshots
+from workers.train import snapshots
 from workers.train.loop import TrainLoop
 
 
@@ -284,7 +285,7 @@ def overtaken(lab: Lab, monkeypatch: pytest.MonkeyPatch, first: TrainLoop, secon
             lab.work(second)
         return run_pass(*args, **options)
 
-    monkeypatch.setattr(execute, "run_pass", slow)
+    monkeypatch.setattr(engine, "run_pass", slow)
 
 
 def test_a_worker_that_was_overtaken_commits_nothing_of_that_run_but_the_others(
@@ -336,7 +337,7 @@ def test_a_run_that_another_worker_had_meanwhile_is_taken_anew(each_lab: Lab) ->
     each_lab.expire(first)
     client.train(2)
     each_lab.work(second)
-    second._evict(slot_of(second, client))
+    second._residents.evict(slot_of(second, client))
     _, step = client.train(3)
     first.cycle()
     each_lab.work(first)

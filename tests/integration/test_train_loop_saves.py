@@ -41,14 +41,15 @@ def test_a_save_holds_the_state_at_its_place_in_the_sequence(each_lab: Lab) -> N
     client.train(3)
     lab.work(loop)
     assert client.result(save) == {"path": path_of(client, "here"), "type": "save_weights"}
-    saved = snapshots.read_state(lab.blobs, lab.snapshot_of(client, "weights", "here"), lab.base, optimizer=True)
+    snapshot_id = lab.snapshot_of(client, "weights", "here")
+    saved = snapshots.read_state(lab.blobs, snapshot_id, lab.base, "adamw", optimizer=True)
     early = lab.client()
     early.train(1)
     early.forward_backward(2)
     lab.work(loop)
     expected = state_of(loop, early)
     assert torch.equal(saved.adapter.flat, expected.flat)
-    assert torch.equal(saved.adam.m, expected.m) and torch.equal(saved.adapter.grad_flat, expected.grad)
+    assert torch.equal(saved.optimizer.m, expected.m) and torch.equal(saved.adapter.grad_flat, expected.grad)
     assert_close(state_of(loop, client), client.alone)
 
 
@@ -78,7 +79,7 @@ def test_overwrite_points_the_name_anew_and_leaves_the_old_files(lab: Lab) -> No
     after = lab.snapshot_of(client, "weights", "name")
     assert after != before and count(lab, Checkpoint) == 1
     for snapshot_id in (before, after):
-        snapshots.read_state(lab.blobs, snapshot_id, lab.base, optimizer=True)
+        snapshots.read_state(lab.blobs, snapshot_id, lab.base, "adamw", optimizer=True)
 
 
 def test_a_name_is_free_in_another_run_and_of_another_kind(lab: Lab) -> None:

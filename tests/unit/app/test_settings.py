@@ -36,6 +36,8 @@ WRONG = {
     "TINWORKS_POLL_HOLD_S": ("31", "poll_hold_s"),
     "TINWORKS_LEASE_S": ("0", "lease_s"),
     "TINWORKS_MAX_REQUEST_BYTES": ("10", "max_request_bytes"),
+    "TINWORKS_PUBLIC_URL": ("example.org", "TINWORKS_PUBLIC_URL must start with http:// or https://"),
+    "TINWORKS_DOWNLOAD_URL_TTL_S": ("5", "download_url_ttl_s"),
     "TINWORKS_LOG_LEVEL": ("loud", "log_level"),
 }
 

@@ -29,6 +29,21 @@ def test_a_large_body_that_is_taken_stays(store: BodyStore) -> None:
     assert store.blobs.get(payload.blob) == b"x" * 100
 
 
+class FullStore(LocalBlobStore):
+    """It takes nothing."""
+
+    def put(self, key: str, data: bytes) -> None:
+        raise OSError("no space left")
+
+
+def test_a_store_that_fails_hides_no_other_error(tmp_path: Path) -> None:
+    store = BodyStore(FullStore(tmp_path), inline_bytes=10)
+    with pytest.raises(ZeroDivisionError), store.begin(b"x" * 100):
+        raise ZeroDivisionError
+    with pytest.raises(OSError, match="no space"), store.begin(b"x" * 100) as body:
+        body.payload()
+
+
 def test_a_large_body_that_is_not_taken_goes(store: BodyStore) -> None:
     with pytest.raises(ZeroDivisionError), store.begin(b"x" * 100):
         raise ZeroDivisionError

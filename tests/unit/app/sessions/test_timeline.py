@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -45,6 +46,14 @@ def test_slices_of_a_lane_never_cross(spans: list[tuple[int, int]]) -> None:
     for lane in lanes.values():
         assert all(begin < end for begin, end, _ in lane)
         assert all(before[1] <= after[0] for before, after in pairwise(lane))
+
+
+def test_a_queue_of_many_operations_is_drawn_in_time() -> None:
+    steps = [step(seq_id, 0, None) for seq_id in range(30_000)]
+    began = time.process_time()
+    trace = encode_trace(BEGAN, NOW, [("run", steps)])
+    assert time.process_time() - began < 6
+    assert len(slices(trace)) == len(steps)
 
 
 def test_what_has_not_ended_is_drawn_until_now() -> None:

@@ -14,6 +14,7 @@ from app.wire.training import MAX_DATUMS, decode_forward_backward, parse_forward
 
 DESCRIPTOR = pb.ForwardBackwardRequest.DESCRIPTOR
 EMPTY_DATUM, EMPTY_CHUNK, UNKNOWN = b"\x1a\x00", b"\x0a\x00", b"\x78\x01"
+UNKNOWN_GROUP = b"\x7b\x78\x01\x7c"
 COUNTED_BYTES = 3 << 20
 
 
@@ -67,8 +68,9 @@ def test_more_datums_than_any_batch_has_are_refused() -> None:
         EMPTY_DATUM * (COUNTED_BYTES // 2),
         UNKNOWN * (COUNTED_BYTES // 2),
         b"\x1a\x80\x80\x80\x01" + EMPTY_CHUNK * (2**21 // 2),
+        UNKNOWN_GROUP + EMPTY_DATUM * (COUNTED_BYTES // 2),
     ],
-    ids=["datums", "unknown fields", "chunks"],
+    ids=["datums", "unknown fields", "chunks", "datums behind a group"],
 )
 def test_a_body_of_very_many_fields_is_refused_before_it_is_parsed(filling: bytes) -> None:
     began = time.process_time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rows only": (inputs(sparse_crow_indices=[0, 1], shape=[1, 1]), f"{WHERE}.sparse_col_indices: missing"),
     "shape": (inputs(shape=["x"]), f"{WHERE}.shape: must be a flat list of numbers"),
 }
+
+
+@pytest.mark.parametrize("odd", ["x" * 10_000, None, True, [1]])
+def test_one_odd_value_among_many_numbers_costs_no_memory(odd: object) -> None:
+    data = inputs(data=[odd, *[1] * 10_000])
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="must be a flat list of numbers"):
+            encode_request(data, model_id="s:train:0", seq_id=1, forward_only=False)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import resource
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,47 @@ def test_datums_of_every_length_are_tried() -> None:
     loss.check([datum(8), datum(10)])
     with pytest.raises(InvalidRequest, match=r"data\[1\]: loss 'mine', node 'bad'.*exceed"):
         loss.check([datum(7), datum(9)])
+
+
+def reduced(target: str, **kwargs: Any) -> Any:
+    """A scalar, or a row, of all pairs of a datum's positions."""
+    rows = function("rows", "torch.unsqueeze", ref("w"), 0)
+    columns = function("columns", "torch.unsqueeze", ref("logprobs"), 1)
+    pairs = function("pairs", target, ref("rows"), ref("columns"), **kwargs)
+    total = function("total", "torch.sum", ref("pairs"))
+    return loss_of(rows, columns, pairs, tail=(total, OUTPUT))
+
+
+@pytest.mark.parametrize(
+    ("target", "kwargs"),
+    [
+        *((f"torch.nn.functional.{name}_loss", {}) for name in ("mse", "l1", "smooth_l1", "huber", "poisson_nll")),
+        ("torch.nn.functional.kl_div", {"reduction": "sum"}),
+        ("torch.nn.functional.cosine_similarity", {"dim": 0}),
+        ("torch.cosine_similarity", {"dim": 0}),
+    ],
+)
+def test_what_is_broadcast_inside_of_a_node_is_counted_for_every_datum(target: str, kwargs: dict[str, Any]) -> None:
+    loss = reduced(target, **kwargs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch suspects a mistake
+        loss.check([datum(2)])
+        with pytest.raises(InvalidRequest, match=r"data\[1\]: loss 'mine', node 'pairs'.*exceed"):
+            loss.check([datum(2), datum(20_000)])
+
+
+def test_an_integer_divisor_that_only_some_lengths_have_is_noticed() -> None:
+    """2 to the power of (n - 5) is a float below five tokens, an integer from there on."""
+    loss = loss_of(
+        method("n", "size", ref("w"), 0),
+        function("power", "operator.sub", ref("n"), 5),
+        function("divisor", "operator.pow", 2, ref("power")),
+        method("i", "long", ref("w")),
+        function("bad", "torch.div", ref("i"), ref("divisor"), rounding_mode="trunc"),
+    )
+    loss.check([datum(4)])
+    with pytest.raises(InvalidRequest, match=r"data\[1\]: loss 'mine', node 'bad'.*rounding mode"):
+        loss.check([datum(4), datum(5)])
 
 
 def outputs(loss: Any, metrics: dict[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from app.runs.log import ACCEPTED, FAILED, Ready
 from workers.train.planner import MAX_CRASHES, PASS_KINDS, STEP_KIND, Plan, RunQueue, plan
 
-CONTROL = ("create_model", "save_weights", "save_weights_for_sampler", "load_weights")
+CONTROL = ("create_model", "save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
 KINDS = (*PASS_KINDS, STEP_KIND, *CONTROL)
 
 
@@ -78,8 +78,13 @@ def test_every_queue_is_emptied_in_order_after_enough_cycles(runs: list[RunQueue
 @given(queues())
 def test_every_owner_gets_a_turn_when_the_budget_has_room_for_one_operation_each(runs: list[RunQueue]) -> None:
     owners = {queue.owner_id for queue in runs if queue.operations}
-    planned = plan(runs, pass_tokens=20 * len(owners) or 1)
-    served = {queue.owner_id for queue in runs if taken_of(planned, queue)}
+    budget = 20 * len(owners) or 1
+    planned = plan(runs, pass_tokens=budget)
+    rest = [
+        RunQueue(queue.model_id, queue.owner_id, queue.operations[len(taken_of(planned, queue)) :]) for queue in runs
+    ]
+    after = plan(rest, pass_tokens=budget, shares=planned.shares)
+    served = {queue.owner_id for queue in runs if taken_of(planned, queue) or taken_of(after, queue)}
     assert served == owners
 
 

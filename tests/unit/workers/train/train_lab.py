@@ -33,9 +33,11 @@ from app.wire import tinker_pb2 as pb
 from app.wire.types import Datum, LoraConfig
 from tests import factories
 from tests.services import wait_for
+from workers.model import engine
 from workers.model.base import BaseModel
+from workers.model.engine import Engine, SoloEngine
 from workers.model.forward import Work, run_pass
-from workers.train import execute, lease, recovery
+from workers.train import lease, recovery
 from workers.train.loop import TrainLoop
 from workers.train.slots import Slot
 
@@ -163,6 +165,7 @@ class Client:
     model_id: str
     rank: int
     seed: int
+    optimizer: str = "adamw"
     next_seq: int = 1
     script: list[tuple[str, int]] = field(default_factory=list)
 
@@ -198,9 +201,12 @@ class Client:
         if seq_id is None and note:
             self.script.append(("step", 0))
         number = self._seq(seq_id)
-        adam = {"learning_rate": LR, "eps": EPS} | params
+        if self.optimizer == "adamw":
+            fields = {"adam_params": {"learning_rate": LR, "eps": EPS} | params}
+        else:
+            fields = {"optimizer_params": {"type": self.optimizer, "learning_rate": LR} | params}
         self.lab.service.optim_step(
-            self.owner_id, {"model_id": self.model_id, "seq_id": number, "adam_params": adam, "type": "optim_step"}
+            self.owner_id, {"model_id": self.model_id, "seq_id": number, "type": "optim_step", **fields}
         )
         return number
 
@@ -303,33 +309,45 @@ class Lab:
         self.redis.close()
         self._capture.__exit__(None, None, None)
 
-    def worker(self, **settings: Any) -> TrainLoop:
-        """A new train worker; the test turns its cycles."""
+    def worker(self, ranks: Engine | None = None, **settings: Any) -> TrainLoop:
+        """A new train worker, of one rank unless it is given an engine; the test turns its cycles."""
         worker_id = f"w{next(_numbers)}"
         with self.database.write() as session:
             factories.add_worker(session, id=worker_id, roles=["train"])
+        changed = self.settings.model_copy(update=settings)
         loop = TrainLoop(
             worker_id=worker_id,
             pool=POOL,
-            base=self.base,
+            engine=ranks or SoloEngine(self.base, micro_batch_tokens=changed.micro_batch_tokens),
             database=self.database,
             blobs=self.blobs,
             redis=self.redis,
-            settings=self.settings.model_copy(update=settings),
+            settings=changed,
         )
         loop._writer.start()
         self._loops.append(loop)
         return loop
 
-    def client(self, *, rank: int = 4, seed: int = 1, owner_id: str | None = None) -> Client:
+    def client(self, *, rank: int = 4, seed: int = 1, owner_id: str | None = None, optimizer: str = "adamw") -> Client:
         """A new run, in a session of its own. Its creation is in the log."""
         with self.database.write() as session:
             owner_id = owner_id or factories.add_owner(session).id
             session_id = factories.add_session(session, owner_id).id
         request = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny"}
         lora = {"rank": rank, "seed": seed}
-        submitted = self.service.create(owner_id, request | {"lora_config": lora, "type": "create_model"})
-        return Client(self, owner_id, submitted.model_id, rank, seed)
+        config = {"lora_config": lora, "optimizer_config": {"type": optimizer}, "type": "create_model"}
+        submitted = self.service.create(owner_id, request | config)
+        return Client(self, owner_id, submitted.model_id, rank, seed, optimizer)
+
+    def client_from(self, path: str, *, owner_id: str, optimizer: bool, **fields: Any) -> Client:
+        """A new run that begins as a checkpoint."""
+        with self.database.write() as session:
+            session_id = factories.add_session(session, owner_id).id
+        request = {"session_id": session_id, "model_seq_id": 0, "path": path, "optimizer": optimizer, **fields}
+        submitted = self.service.load_weights(owner_id, request)
+        client = Client(self, owner_id, submitted.model_id, 0, 0)
+        client.optimizer = client.row.optimizer.get("type", "")
+        return client
 
     def work(self, loop: TrainLoop, *, turns: int = 100) -> None:
         """Turn cycles until there is nothing to do."""
@@ -392,9 +410,10 @@ def state_of(loop: TrainLoop, client: Client) -> State:
     state = slot_of(loop, client).state
     assert state is not None
     counters = (state.counters.summed, tuple(state.counters.failed), state.counters.tokens)
-    tensors = (state.adapter.flat, state.adam.m, state.adam.v, state.adapter.grad_flat)
+    moments = state.optimizer.tensors()
+    tensors = (state.adapter.flat, moments["m"], moments.get("v", moments["m"]), state.adapter.grad_flat)
     flat, m, v, grad = (tensor.detach().clone() for tensor in tensors)
-    return State(flat, m, v, grad, state.adam.step, counters)
+    return State(flat, m, v, grad, state.optimizer.step, counters)
 
 
 class Killed(BaseException):
@@ -411,7 +430,7 @@ def break_passes(patch: pytest.MonkeyPatch, client: Client, error: BaseException
             raise error
         return run_pass(base, works, micro_batch_tokens=micro_batch_tokens)
 
-    patch.setattr(execute, "run_pass", breaking)
+    patch.setattr(engine, "run_pass", breaking)
     return raised
 
 
