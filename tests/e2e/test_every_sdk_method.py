@@ -54,6 +54,22 @@ def commands(group: click.Group = main_cli, path: Sequence[str] = ()) -> Iterato
             yield " ".join((*path, name))
 
 
+CONVENTIONS = """
+## Conventions
+
+Where Tinker's documentation says nothing, we have chosen:
+
+- [losses.md](losses.md): every loss with its formula, inputs and configuration; `stable_reinforce` is our own formula.
+- [optimizers.md](optimizers.md): AdamW and Dimuon, what an empty or a refused step does.
+- [models.md](models.md): which matrices carry LoRA in each family, and how adapters are exported.
+- LoRA's scale is `TINWORKS_LORA_ALPHA / rank`; A is drawn from the seed and the module's name, B is zero.
+- Log-probabilities of samples are those of the untempered distribution, whatever temperature, top-k and top-p say.
+- A stop token or string stays in the tokens of its sequence; at least one token is always sampled.
+- A name that a run has given to a checkpoint is refused a second time, unless `overwrite=True`.
+- `prompt_alt_tokens_k` draws from the whole vocabulary at the request's temperature.
+- [openai.md](openai.md): what the OpenAI-compatible routes take and refuse.
+"""
+
 FOUND = [(client.__name__, name) for client in CLIENTS for name in public_methods(client)]
 
 
@@ -155,7 +171,7 @@ def page() -> str:
         lines += [row(f"`{name}`", call.refused, call.note) for name, call in sorted(calls.items())]
     lines += ["", "## Command line", "", "| command | status | note |", "|---|---|---|"]
     lines += [row(f"`tinker {name}`", command.refused, command.note) for name, command in sorted(COMMANDS.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, CONVENTIONS])
 
 
 def row(name: str, refused: str | None, note: str) -> str:
