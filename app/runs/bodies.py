@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from app.runs.log import Payload
+from app.settings import Settings
 from app.storage.blobs import BlobStore
 
 FOLDER = "bodies"
@@ -42,22 +43,22 @@ class Body:
 
 
 class BodyStore:
-    """Where one API process stores bodies: in the row up to `inline_bytes`, else in `blobs`."""
+    """Where one API process stores bodies: in the row up to `settings.inline_bytes`, else in `blobs`."""
 
-    def __init__(self, blobs: BlobStore, *, inline_bytes: int) -> None:
+    def __init__(self, blobs: BlobStore, settings: Settings) -> None:
         self.blobs = blobs
-        self._inline_bytes = inline_bytes
+        self._settings = settings
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="bodies")
 
     def keep(self, data: bytes) -> Payload:
         """Store a body now."""
-        return Payload.store(data, self.blobs, folder=FOLDER, inline_bytes=self._inline_bytes)
+        return Payload.store(data, self.blobs, folder=FOLDER, inline_bytes=self._settings.inline_bytes)
 
     @contextmanager
     def begin(self, data: bytes) -> Iterator[Body]:
         """A body that is stored while the block checks it, and removed after it unless `payload` was asked for."""
         body = Body(data, self)
-        if len(data) > self._inline_bytes:
+        if len(data) > self._settings.inline_bytes:
             body._begin(self._threads)
         try:
             yield body

@@ -6,6 +6,7 @@ applies the contiguous prefix after `Run.applied_seq` and finishes it in the sam
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -26,6 +27,8 @@ _IS_ACCEPTED = Operation.state == literal_column("'accepted'")
 """A literal, not a parameter: only then may a database use the partial index."""
 MISSING = "missing"
 """Kind of the failed operation in the place of one that never came. If it comes after all, that is its answer."""
+_FILLED_AT_ONCE = 1000
+"""Missing operations of one run."""
 UNLOADED_SEQ = -1
 """`unload_model` has no place in the sequence: it is an operation before the first, done as soon as it is written."""
 
@@ -289,7 +292,7 @@ def prune_results(session: Session, *, finished_before: datetime, limit: int = 5
 def fill_gaps(session: Session, *, older_than: timedelta) -> list[tuple[str, int]]:
     """Turn a sequence id that never came, while a later one has waited for `older_than`, into a failed operation.
 
-    Returns the keys of the operations made.
+    A gap that no client leaves, of millions, is not filled all at once. Returns the keys of the operations made.
     """
     first_waiting = (
         select(Operation.model_id, func.min(Operation.seq_id).label("seq_id"), Run.applied_seq)
@@ -303,7 +306,9 @@ def fill_gaps(session: Session, *, older_than: timedelta) -> list[tuple[str, int
         query = select(Operation.seq_id).where(
             Operation.model_id == model_id, Operation.seq_id > applied, Operation.seq_id < waiting
         )
-        for seq_id in sorted(set(range(applied + 1, waiting)) - set(session.scalars(query))):
+        there = set(session.scalars(query))
+        missing = (seq_id for seq_id in range(applied + 1, waiting) if seq_id not in there)
+        for seq_id in itertools.islice(missing, _FILLED_AT_ONCE):
             append(
                 session,
                 model_id=model_id,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, SecretStr, model_validator
 
-from app.schemas import Identifier, Request, RunSeq, SessionSeq
+from app.schemas import Identifier, Items, Request, RunSeq, SessionSeq, Texts
 
 Name = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 Ttl = Field(None, ge=3600, le=10 * 366 * 86400)
@@ -129,7 +129,7 @@ class SaveWeights(Request):
     path: str = Name
     ttl_seconds: int | None = Ttl
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Texts | None = None
     type: Literal["save_weights"] = "save_weights"
 
 
@@ -143,7 +143,7 @@ class SaveWeightsForSampler(Request):
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = Ttl
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Texts | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
     @model_validator(mode="after")
@@ -165,7 +165,7 @@ class SaveWeightsExternal(Request):
     seq_id: RunSeq
     path: str = Name
     ttl_seconds: int | None = Ttl
-    age_encryption_recipients: list[Annotated[str, Field(max_length=4096)]] | None = Field(
+    age_encryption_recipients: Items[Annotated[str, Field(max_length=4096)]] | None = Field(
         None, min_length=1, max_length=10
     )
     type: Literal["save_weights_external"] = "save_weights_external"

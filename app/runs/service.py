@@ -86,7 +86,7 @@ class RunService:
         self._facts: dict[str, RunFacts] = {}
         self._lock = threading.Lock()
         self._keys = KeyRing(database, settings)
-        self._bodies = BodyStore(blobs, inline_bytes=settings.inline_bytes)
+        self._bodies = BodyStore(blobs, settings)
         self._creation = RunCreation(database, settings, self._keys)
 
     def create(self, owner_id: str, data: object) -> Submitted:

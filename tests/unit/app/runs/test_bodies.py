@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from app.runs.bodies import FOLDER, BodyStore
+from app.settings import Settings
 from app.storage.blobs import LocalBlobStore
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> BodyStore:
-    return BodyStore(LocalBlobStore(tmp_path), inline_bytes=10)
+    return BodyStore(LocalBlobStore(tmp_path), Settings(inline_bytes=10))
 
 
 def test_a_small_body_stays_in_the_row(store: BodyStore) -> None:
@@ -37,7 +38,7 @@ class FullStore(LocalBlobStore):
 
 
 def test_a_store_that_fails_hides_no_other_error(tmp_path: Path) -> None:
-    store = BodyStore(FullStore(tmp_path), inline_bytes=10)
+    store = BodyStore(FullStore(tmp_path), Settings(inline_bytes=10))
     with pytest.raises(ZeroDivisionError), store.begin(b"x" * 100):
         raise ZeroDivisionError
     with pytest.raises(OSError, match="no space"), store.begin(b"x" * 100) as body:
