@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ app = typer.Typer(
 )
 keys = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
+worker = typer.Typer(help="Start a worker of one model in the foreground.", no_args_is_help=True)
+app.add_typer(worker, name="worker")
 
 DEFAULT_DATA_DIR = Path("tinworks-data")
 DataDirOption = Annotated[
@@ -115,6 +118,47 @@ def keys_revoke(
     if not revoked:
         _fail(f"There is no key {key_id}, or it is revoked already.")
     typer.echo(f"Key {key_id} is revoked.")
+
+
+GpusOption = Annotated[
+    str | None, typer.Option(metavar="0,1,…", help="CUDA devices that it sees, over TINWORKS_GPUS; else all.")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(metavar="[ALIAS[,ALIAS…]=]NAME_OR_PATH", help="The model to serve, over TINWORKS_BASE_MODEL."),
+]
+
+
+@worker.command("train")
+def worker_train(gpus: GpusOption = None, base_model: ModelOption = None) -> None:
+    """Train on these devices, one rank on each (docs/scaling.md)."""
+    _start_worker(gpus, base_model, "celery", "-A", "workers", "worker", "-Q", "train")
+
+
+@worker.command("sample")
+def worker_sample(gpus: GpusOption = None, base_model: ModelOption = None) -> None:
+    """Sample."""
+    _start_worker(gpus, base_model, "celery", "-A", "workers", "worker", "-Q", "sample")
+
+
+@worker.command("ranks")
+def worker_ranks(gpus: GpusOption = None) -> None:
+    """Help a train worker on another host, which MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK name."""
+    _start_worker(gpus, None, "workers.model.ranks")
+
+
+def _start_worker(gpus: str | None, base_model: str | None, *module: str) -> NoReturn:
+    """Become the process that people may as well start by themselves, its options in its environment."""
+    from app.settings import Settings
+    from app.up.models import parse_base_model
+
+    with _in_sentences():
+        if gpus is not None:
+            os.environ["TINWORKS_GPUS"] = gpus
+        if base_model is not None:
+            os.environ["TINWORKS_BASE_MODEL"] = parse_base_model(base_model).setting
+        Settings()
+    os.execv(sys.executable, [sys.executable, "-m", *module])
 
 
 @app.command()

@@ -9,7 +9,7 @@ import orjson
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, StringConstraints, model_validator
 
 from app.errors import InvalidRequest
-from app.schemas import JsonObject, Request
+from app.schemas import Items, JsonObject, Request
 
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
@@ -59,9 +59,9 @@ class Message(_AsItCame):
     """One message. What is null says nothing, as in an assistant's message that is sent back as it came."""
 
     role: _Name
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -87,7 +87,7 @@ class Tool(_AsItCame):
     function: FunctionSpec
 
 
-Tools = Annotated[list[Tool], Field(max_length=512)]
+Tools = Annotated[Items[Tool], Field(max_length=512)]
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:

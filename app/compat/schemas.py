@@ -9,7 +9,7 @@ from pydantic import Field, SkipValidation, StringConstraints, ValidationError, 
 
 from app.compat.messages import Message, Tools
 from app.errors import InvalidRequest
-from app.schemas import JsonObject, Request
+from app.schemas import Items, JsonObject, Request
 
 MOST_SEQUENCES = 1024
 """Prompts of one request, times `n`."""
@@ -49,7 +49,7 @@ class SamplingBody(Request):
     top_k: int = Field(-1, ge=-1, lt=2**31)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    stop: _Stop | Annotated[Items[_Stop], Field(max_length=16)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -112,7 +112,7 @@ class CompletionBody(SamplingBody):
 class ChatBody(SamplingBody):
     """`/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=2048)
+    messages: Items[Message] = Field(min_length=1, max_length=2048)
     tools: Tools | None = None
     tool_choice: Literal["none", "auto"] = "auto"
     parallel_tool_calls: bool = True

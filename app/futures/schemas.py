@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from app.sampling.keys import SEQUENCES_PER_CLIENT
-from app.schemas import Identifier, Request
+from app.schemas import Identifier, Items, Request
 
 
 class RetrieveFuture(Request):
@@ -37,7 +37,7 @@ class RetrieveFutures(Request):
     target: FuturesTarget
     prev_cursor: int = Field(0, ge=0, lt=2**63)
     timeout: float | None = Field(None, ge=0, allow_inf_nan=False)
-    retrieved_request_ids: list[str] = []
+    retrieved_request_ids: Items[str] = []
 
 
 class FutureFinished(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from app.schemas import Identifier, Request, SessionSeq
+from app.schemas import Identifier, Items, Request, SessionSeq
 
 
 class CreateSamplingSession(Request):
@@ -51,7 +51,7 @@ class SamplingSessionJoined(BaseModel):
 class TextChunk(Request):
     """Tokens of a prompt. Older clients leave `type` out."""
 
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: Items[Annotated[int, Field(ge=0, lt=2**31)]]
     type: Literal["encoded_text"] = "encoded_text"
 
     @model_validator(mode="before")
@@ -66,7 +66,7 @@ class TextChunk(Request):
 class Prompt(Request):
     """A prompt: its chunks follow each other."""
 
-    chunks: list[TextChunk] = Field(min_length=1)
+    chunks: Items[TextChunk] = Field(min_length=1)
 
 
 class Params(Request):
@@ -74,7 +74,7 @@ class Params(Request):
 
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] | list[int] | None = None
+    stop: str | Items[str] | Items[int] | None = None
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_k: int = Field(-1, ge=-1, lt=2**31)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -83,11 +83,11 @@ class Params(Request):
 class TokenMatrix(Request):
     """Token ids in a matrix, -1 for a cell without one (WIRE §5.2): dense, or in CSR form."""
 
-    data: list[Annotated[int, Field(ge=-1, lt=2**31)]]
+    data: Items[Annotated[int, Field(ge=-1, lt=2**31)]]
     dtype: Literal["int64"]
-    shape: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=2, max_length=2)
-    sparse_crow_indices: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
-    sparse_col_indices: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    shape: Items[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=2, max_length=2)
+    sparse_crow_indices: Items[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    sparse_col_indices: Items[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
 
 
 class Sample(Request):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from app.paging import Page, Scoped
-from app.schemas import Request, UtcTime
+from app.schemas import Items, Request, Texts, UtcTime
 
 ProjectId = Annotated[str, Field(max_length=200)]
 FinishedBecause = Literal["success", "errored", "interrupted"]
@@ -56,7 +56,7 @@ class SessionsOfUsers(Request):
     """The sessions of the owners that these URNs name."""
 
     type: Literal["user"] = "user"
-    owner_urns: list[Annotated[str, Field(max_length=200)]] = Field(min_length=1, max_length=10)
+    owner_urns: Items[Annotated[str, Field(max_length=200)]] = Field(min_length=1, max_length=10)
 
 
 SearchOwner = Annotated[OwnSessions | AccessibleSessions | SessionsOfUsers, Field(discriminator="type")]
@@ -72,7 +72,7 @@ class OfClientFinished(Request):
     """Sessions whose client has said that it is done."""
 
     type: Literal["client_finished"]
-    reasons: list[FinishedBecause] | None = Field(None, min_length=1)
+    reasons: Items[FinishedBecause] | None = Field(None, min_length=1)
 
 
 StatusQuery = Annotated[OfStatus | OfClientFinished, Field(discriminator="type")]
@@ -89,11 +89,11 @@ class SearchSessions(Request):
     """`sessions/search`. With both `session_id` and `display_name`, a session that matches either is found."""
 
     session_id: str | None = Field(None, max_length=200)
-    project_ids: list[ProjectId] | None = Field(None, max_length=1000)
-    user_metadata: dict[str, str] = {}
+    project_ids: Items[ProjectId] | None = Field(None, max_length=1000)
+    user_metadata: Texts = {}
     display_name: str | None = Field(None, min_length=1, max_length=200)
     owner: SearchOwner = OwnSessions()
-    statuses: list[StatusQuery] | None = Field(None, min_length=1, max_length=20)
+    statuses: Items[StatusQuery] | None = Field(None, min_length=1, max_length=20)
     limit: int = Field(50, ge=1, le=200)
     cursor: SearchCursor | None = None
 

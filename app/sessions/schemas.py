@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from app.schemas import Identifier, JsonObject, LenientRequest, Request
+from app.schemas import Identifier, Items, JsonObject, LenientRequest, Request
 
 
 class ClientVersion(LenientRequest):
@@ -18,7 +18,7 @@ class ClientVersion(LenientRequest):
 class CreateSession(Request):
     """`create_session`."""
 
-    tags: list[str] = []
+    tags: Items[str] = []
     user_metadata: JsonObject | None = None
     sdk_version: str = Field("", max_length=64)
     project_id: str | None = Field(None, max_length=200)
@@ -87,7 +87,7 @@ class DynamicConfig(BaseModel):
 class Telemetry(LenientRequest):
     """A batch of the SDK's own events."""
 
-    events: list[dict[str, Any]] = []
+    events: Items[dict[str, Any]] = []
     session_id: str = ""
 
 

@@ -106,6 +106,7 @@ def test_another_worker_finishes_what_a_worker_with_a_dead_rank_began(tiny_lab: 
     assert_close(state_of(solo, client), state_of(solo, quiet))
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_stop_ends_its_ranks_and_keeps_its_runs(tiny_lab: Lab, worker: Worker) -> None:
     client = tiny_lab.client(rank=4, seed=1)
     _, last = client.train(1)

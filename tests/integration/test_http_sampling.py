@@ -220,10 +220,6 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "stop token": ({"sampling_params": {"stop": [VOCABULARY]}}, "sampling_params.stop: "),
     "many stops": ({"sampling_params": {"stop": ["x"] * 257}}, "sampling_params.stop: at most 256"),
     "long stop": ({"sampling_params": {"stop": ["x" * 1025]}}, "sampling_params.stop: at most 256"),
-    "many alternatives of many tokens": (
-        {"topk_sample_logprobs": VOCABULARY, "num_samples": 4096},
-        "topk_sample_logprobs: at most",
-    ),
     "no samples": ({"num_samples": 0}, "num_samples"),
     "field": ({"logit_bias": {}}, "logit_bias: unknown field"),
     "model": ({"base_model": "tiny"}, "base_model: not supported in a sample"),
@@ -263,6 +259,18 @@ def test_a_sample_that_cannot_be_is_refused_by_field(api: Api, sampler: str, cas
     answer = api.post("asample", sample(sampler, **fields))
     assert answer.status_code in (400, 422)
     assert words in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("fields", [{"num_samples": 8}, {"num_samples": 1, "sampling_params": {"max_tokens": 8}}])
+def test_alternatives_of_more_tokens_than_fit_into_memory_are_refused(
+    api: Api, sampler: str, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object]
+) -> None:
+    monkeypatch.setattr("app.sampling.checks.MAX_SAMPLED_CELLS", 20)
+    few: dict[str, object] = {"sampling_params": {"max_tokens": 1}, "topk_sample_logprobs": 3}
+    answer = api.post("asample", sample(sampler, **few | fields))
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("topk_sample_logprobs: at most 2 for num_samples times max_tokens")
+    assert api.post("asample", sample(sampler, **few)).status_code == 200
 
 
 def test_a_finished_sample_is_answered_as_often_as_asked(api: Api, sampler: str, desk: SampleDesk) -> None:

@@ -213,7 +213,8 @@ def test_a_large_batch_that_is_refused_leaves_no_blob(api: Api, batch: Batch, tm
     assert api.forward_backward(good).status_code == 200
     many = b"".join([good, *[datum(good)] * 1000])
     assert api.forward_backward(many).status_code == 409
-    api.ok("session_finish", {"session_id": model_id.partition(":")[0]})
+    finished = {"reason": {"type": "success"}, "detail": None}
+    assert api.post(f"sessions/{model_id.partition(':')[0]}/finish", finished).status_code == 200
     assert api.forward_backward(many).status_code == 410
     assert list((tmp_path / "blobs").rglob("bodies/*")) == []
 

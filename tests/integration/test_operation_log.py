@@ -199,6 +199,13 @@ def test_numbers_that_never_came_become_failed_operations(database: Database, ru
     assert ready(database, run) == [1, 2, 3, 4]
 
 
+def test_a_gap_that_no_client_leaves_is_filled_bit_by_bit(database: Database, run: Run) -> None:
+    append(database, run, 1, 2**31 - 1)
+    age(database, run, 2**31 - 1, timedelta(minutes=21))
+    assert fill(database) == [(run.id, seq_id) for seq_id in range(2, 1002)]
+    assert fill(database)[:2] == [(run.id, 1002), (run.id, 1003)]
+
+
 def test_a_gap_is_left_alone_while_nothing_has_waited_long(database: Database, run: Run) -> None:
     append(database, run, 2)
     age(database, run, 2, timedelta(minutes=19))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch.distributed.tensor import DTensor
 
 from app.errors import InvalidRequest
+from app.up.network import free_port
 from app.wire.types import AdamParams, Datum, DimuonParams, ForwardBackwardOutput
 from tests.integration.ranks import MICRO_BATCH_TOKENS, ranks
+from tests.services import dies_with_us
 from tests.unit.workers.model import families
 from tests.unit.workers.model import model_reference as reference
 from tests.unit.workers.model.test_custom_losses_equal_the_clients import bad_index, neg_ll, traced, uploaded
@@ -21,6 +27,7 @@ from workers.model.forward import Work
 from workers.model.lora import Adapter
 from workers.model.optim import NonFiniteGradient, OptimizerParams, OptimizerState, fresh_state
 from workers.model.ranks.leader import ShardedEngine
+from workers.model.ranks.placement import Placement
 
 PARAMS: dict[str, OptimizerParams] = {
     "adamw": AdamParams(learning_rate=2e-3, eps=1e-6, weight_decay=0.1, grad_clip_norm=5.0),
@@ -43,7 +50,7 @@ def many(request: pytest.FixtureRequest, folder: Path) -> Iterator[ShardedEngine
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> SoloEngine:
-    return SoloEngine(BaseModel.load(folder), micro_batch_tokens=MICRO_BATCH_TOKENS)
+    return SoloEngine(BaseModel.load(folder, dtype=torch.float32), micro_batch_tokens=MICRO_BATCH_TOKENS)
 
 
 def outputs(engine: Engine, works: Sequence[Work]) -> list[ForwardBackwardOutput]:
@@ -229,11 +236,30 @@ def test_the_ranks_forget_adapters_that_are_gone(many: ShardedEngine) -> None:
     assert set(many._numbers.values()) | many._spread | many._stale <= before
 
 
+@pytest.mark.slow
+def test_ranks_of_another_host_join_in(folder: Path, one: SoloEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    place = Placement(rank=0, world=3, local=0, local_world=1, port=free_port())
+    variables = {
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
+        "WORLD_SIZE": "3",
+        "RANK": "1",
+        "TINWORKS_TRAIN_RANKS": "2",
+    }
+    host = subprocess.Popen(dies_with_us([sys.executable, "-m", "workers.model.ranks"]), env=os.environ | variables)
+    with ranks(place, folder) as engine:
+        mine, alone = many_kinds(engine.base), many_kinds(one.base)
+        assert_same_outputs(outputs(engine, mine), outputs(one, alone))
+        assert_same_gradients(engine, [work.adapter for work in mine], [work.adapter for work in alone])
+    assert host.wait(30) == 0
+
+
 @pytest.mark.slow  # starts processes for each
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_family_is_spread(family: str, tmp_path: Path) -> None:
     families.plain(family).save_pretrained(tmp_path)
-    alone_engine = SoloEngine(BaseModel.load(tmp_path), micro_batch_tokens=MICRO_BATCH_TOKENS)
+    alone_engine = SoloEngine(BaseModel.load(tmp_path, dtype=torch.float32), micro_batch_tokens=MICRO_BATCH_TOKENS)
     with ranks(2, tmp_path) as engine:
         pairs = [
             [Work(reference.random_adapter(base, 1), reference.random_data(1, [6, 31, 3]), "cross_entropy")]

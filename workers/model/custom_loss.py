@@ -54,7 +54,7 @@ class CustomLoss:
         self._steps = [(node, _callee(node)) for node in graph.nodes]
         self._tried: dict[Shapes, int | str] = {}
         self._kinds: set[Shapes] = set()
-        self._has_products = any(node.target.rpartition(".")[2] in ops.PRODUCT_NAMES for node in graph.nodes)
+        self._hides_work = any(node.target.rpartition(".")[2] in ops.HIDING_NAMES for node in graph.nodes)
 
     def check(self, data: Sequence[Datum]) -> None:
         """Raise InvalidRequest if this loss cannot be had of these datums, naming the datum and the node. They have
@@ -110,7 +110,7 @@ class CustomLoss:
                 self._tried.clear()
             kind = tuple((shape[1:], dtype) for shape, dtype in shapes)
             try:
-                if kind in self._kinds and not self._has_products:
+                if kind in self._kinds and not self._hides_work:
                     known = self._count(shapes)
                 else:
                     known = self._dry_run(shapes)

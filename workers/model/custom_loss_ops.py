@@ -21,8 +21,14 @@ Operation = Callable[..., Any]
 _MAX_SHIFT = 64
 _SORTS = frozenset({"sort", "argsort", "topk", "kthvalue", "median", "nanmedian", "mode", "msort"})
 _SORT_COST = 32
-PRODUCT_NAMES = frozenset({"matmul", "mm", "bmm", "mv", "inner"})
-"""Nodes whose cost their result does not show."""
+_REDUCED_LOSSES = frozenset(each for each in allowed.FUNCTIONAL_FUNCTIONS if each.endswith(("_loss", "_div")))
+HIDING_NAMES = (
+    frozenset({"matmul", "mm", "bmm", "mv", "inner", "cosine_similarity", "trapezoid"})
+    | frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
+    | _REDUCED_LOSSES
+    | _SORTS
+)
+"""Nodes whose cost their result does not show: they multiply, sort, or reduce what they have broadcast first."""
 _PRODUCTS = frozenset({"mm", "bmm", "mv", "addmm", "baddbmm", "addmv"})
 
 
@@ -72,6 +78,22 @@ def _growing(function: Operation) -> Operation:
     return call
 
 
+def _dividing(function: Operation) -> Operation:
+    """Division, of integers only exactly: rounded, the least integer by -1 ends the process."""
+
+    def call(*args: Any, rounding_mode: str | None = None, **kwargs: Any) -> Any:
+        numbers = [*args, *kwargs.values()]
+        if rounding_mode is not None and not any(_is_floating(each) for each in numbers):
+            raise Refused("integer division with a rounding mode is not allowed; use floor_divide")
+        return function(*args, rounding_mode=rounding_mode, **kwargs)
+
+    return call
+
+
+def _is_floating(value: Any) -> bool:
+    return value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+
+
 def _getitem(owner: Any, index: Any) -> Any:
     if isinstance(owner, Tensor) or (isinstance(owner, tuple | list) and isinstance(index, int | slice)):
         return owner[index]
@@ -92,7 +114,12 @@ _plain_add = _OPERATORS["add"]
 _OPERATORS |= {"add": _add, "getitem": _getitem}
 _OPERATORS |= {name: _growing(_OPERATORS[name]) for name in ("pow", "ipow", "lshift")}
 
-METHODS: Mapping[str, Operation] = {name: getattr(Tensor, name) for name in allowed.METHODS}
+_DIVISIONS = ("div", "divide")
+
+METHODS: Mapping[str, Operation] = {
+    **{name: getattr(Tensor, name) for name in allowed.METHODS},
+    **{name: _dividing(getattr(Tensor, name)) for name in _DIVISIONS},
+}
 """By `target` of a `call_method` node."""
 
 FUNCTIONS: Mapping[str, Operation] = {
@@ -100,6 +127,7 @@ FUNCTIONS: Mapping[str, Operation] = {
     **{f"torch.nn.functional.{name}": getattr(torch.nn.functional, name) for name in allowed.FUNCTIONAL_FUNCTIONS},
     **{f"torch.special.{name}": getattr(torch.special, name) for name in allowed.SPECIAL_FUNCTIONS},
     **{f"torch._C._special.special_{name}": getattr(torch.special, name) for name in allowed.SPECIAL_FUNCTIONS},
+    **{f"torch.{name}": _dividing(getattr(torch, name)) for name in _DIVISIONS},
     **{f"torch.Tensor.{name}": method for name, method in METHODS.items()},
     **{name: getattr(torch, own) for name, own in allowed.TORCH_ALIASES.items()},
     **{name: getattr(torch.nn.functional, own) for name, own in allowed.FUNCTIONAL_ALIASES.items()},
@@ -168,8 +196,6 @@ class Meter(TorchDispatchMode):
         name = func.name().partition(".")[0].removeprefix("aten::")
         results = func(*args, **kwargs)
         made = [each for each in _flat(results) if isinstance(each, Tensor)]
-        if name == "div" and kwargs.get("rounding_mode") and not made[0].is_floating_point():
-            raise Refused("integer division with a rounding mode is not allowed; use floor_divide")
         self._bytes_left -= sum(each.numel() * each.element_size() for each in made)
         if self._bytes_left < 0:
             raise TooExpensive(f"the results up to it exceed {self._max_bytes} bytes")

@@ -78,6 +78,7 @@ class SampleRecorder:
         try:
             with self._database.write() as session:
                 answers = record(session, [sample for sample, _ in batch])
+            told = [(take, sample.request_id, answers[sample.request_id]) for sample, take in batch]
         except (OperationalError, InterfaceError, PoolTimeout):
             raise
         except Exception as error:
@@ -89,10 +90,9 @@ class SampleRecorder:
             failed = SampleAnswer.failed("the sample could not be recorded; the server's log has the details", "server")
             batch[0][1](batch[0][0].request_id, failed)
             return
-        for sample, take in batch:
-            response = answers[sample.request_id]
+        for take, request_id, response in told:
             if response is None:
                 text = "seq_id: a sample of another prompt is on record under this number"
-                take(sample.request_id, SampleAnswer.failed(text, "user"))
+                take(request_id, SampleAnswer.failed(text, "user"))
             else:
-                take(sample.request_id, SampleAnswer("proto", response))
+                take(request_id, SampleAnswer("proto", response))

@@ -48,3 +48,10 @@ def test_a_value_that_cannot_work_is_named(monkeypatch: pytest.MonkeyPatch, vari
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValidationError, match=words):
         Settings()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "local"), [("", 0, 1), ("3", 0, 1), ("0, 1,2", 0, 3), ("0,1", 1, 1), ("", 4, 4)]
+)
+def test_a_train_worker_has_a_rank_for_each_device(gpus: str, ranks: int, local: int) -> None:
+    assert Settings(gpus=gpus, train_ranks=ranks).local_ranks == local

@@ -50,7 +50,8 @@ class Drawer:
             rows = list(self._topk_rows)
             best = top(logprobs_BV[rows], max(self._topk_rows.values()))
             for at, (row, k) in enumerate(self._topk_rows.items()):
-                topk[row] = best.token_ids[at, :k], best.logprobs[at, :k]
+                # a view would keep the longest row of every step alive with the shortest
+                topk[row] = best.token_ids[at, :k].copy(), best.logprobs[at, :k].copy()
         return Drawn([int(token) for token in tokens], logprobs, topk)
 
 
