@@ -7,13 +7,17 @@ and which no store, and no answer, can hold later.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 
-from app.deps import json_body
+from app.deps import in_thread, json_body
 from app.errors import InvalidRequest, TooLarge
+
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class StrictJsonRequest(Request):
@@ -40,3 +44,21 @@ class StrictJsonRoute(APIRoute):
             return await handler(StrictJsonRequest(request.scope, request.receive))
 
         return strict
+
+
+_AT_ONCE_BYTES = 64 * 2**10
+
+
+async def large_body(schema: type[Schema], request: Request) -> Schema:
+    """A body that may be large, checked away from the event loop if it is. Errors are as those of declared bodies."""
+    data = await json_body(request)
+    if len(await request.body()) > _AT_ONCE_BYTES:
+        return await in_thread(_checked, schema, data)
+    return _checked(schema, data)
+
+
+def _checked(schema: type[Schema], data: Any) -> Schema:
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_url=False)) from error

@@ -14,7 +14,7 @@ from app.deps import OwnerDep, Services, ServicesDep
 from app.errors import InvalidRequest, TinworksError
 from app.futures.polls import PollerDep, hold_in_outage
 from app.futures.schemas import CancelFuture, RetrieveFuture
-from app.futures.service import Answer, QueueState
+from app.futures.service import Answer, QueueState, error_payload
 from app.json_route import StrictJsonRoute
 from app.responses import PayloadResponse, json_response
 from app.sampling.futures import SAMPLE_MARK
@@ -71,6 +71,9 @@ async def retrieve_future(
         log.warning("poll_outage", request_id=body.request_id, error=type(error).__name__)
     except (SQLAlchemyError, OSError) as error:
         log.warning("poll_outage", request_id=body.request_id, error=type(error).__name__)
+    except Exception as error:  # a bug of ours: it comes again with every poll, and polls never end with a 5xx
+        log.error("poll_failed", request_id=body.request_id, exc_info=error)
+        return _answer(Answer.of("error", error_payload("the result cannot be told; see the server's log", "server")))
     return await _outage(body.request_id)
 
 

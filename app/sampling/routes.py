@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from app.deps import OwnerDep, ServicesDep, in_thread
-from app.json_route import StrictJsonRoute
+from app.json_route import StrictJsonRoute, large_body
+from app.runs.openapi import json_body_of
 from app.runs.schemas import Future
 from app.sampling.schemas import (
     CreateSamplingSession,
@@ -43,9 +44,10 @@ async def get_sampler(sampler_id: str, owner_id: OwnerDep, services: ServicesDep
     return await in_thread(services.sampling.sampler, owner_id, sampler_id)
 
 
-@router.post("/asample")
-async def asample(body: Sample, owner_id: OwnerDep, services: ServicesDep) -> Future:
+@router.post("/asample", openapi_extra=json_body_of(Sample))
+async def asample(request: Request, owner_id: OwnerDep, services: ServicesDep) -> Future:
     """Sample continuations of a prompt; the answer is a future, and an id for each sequence to come."""
+    body = await large_body(Sample, request)
     submitted = await services.sampling.submit(owner_id, body)
     if submitted.is_new:
         services.waiters.expect(submitted.request_id, owner_id)

@@ -136,6 +136,14 @@ def test_a_notice_for_a_future_that_is_not_done_ends_no_poll(patient: Api, batch
         assert polling.result().json() == {"late": 1}
 
 
+def test_a_result_that_cannot_be_read_is_a_failed_future(api: Api, batch: Batch) -> None:
+    model_id = submitted(api, batch, 1)
+    api.finish(model_id, 1, result=b"\xff\xff no protobuf", kind="proto")
+    answer = api.post("retrieve_future", {"request_id": f"{model_id}:1"})  # in JSON, so it has to be decoded
+    assert answer.status_code == 200
+    assert answer.json()["category"] == "server"
+
+
 def test_a_stopping_service_lets_its_polls_go(patient: Api, batch: Batch) -> None:
     model_id = submitted(patient, batch, 1)
     with ThreadPoolExecutor(1) as pool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,20 +11,23 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from app.errors import InvalidRequest
-from app.up.network import free_port
 from app.wire.types import AdamParams, Datum, DimuonParams, ForwardBackwardOutput
-from tests.integration.ranks import MICRO_BATCH_TOKENS, ranks
-from tests.services import dies_with_us
-from tests.unit.workers.model import families
+from tests.integration.ranks import (
+    MICRO_BATCH_TOKENS,
+    assert_same_gradients,
+    assert_same_outputs,
+    many_kinds,
+    outputs,
+    ranks,
+)
 from tests.unit.workers.model import model_reference as reference
-from tests.unit.workers.model.test_custom_losses_equal_the_clients import bad_index, neg_ll, traced, uploaded
+from tests.unit.workers.model.test_custom_losses_equal_the_clients import bad_index, traced, uploaded
 from workers.model.base import BaseModel
 from workers.model.engine import Engine, SoloEngine
 from workers.model.forward import Work
 from workers.model.lora import Adapter
 from workers.model.optim import NonFiniteGradient, OptimizerParams, OptimizerState, fresh_state
 from workers.model.ranks.leader import ShardedEngine
-from workers.model.ranks.placement import Placement
 
 PARAMS: dict[str, OptimizerParams] = {
     "adamw": AdamParams(learning_rate=2e-3, eps=1e-6, weight_decay=0.1, grad_clip_norm=5.0),
@@ -51,58 +51,6 @@ def many(request: pytest.FixtureRequest, folder: Path) -> Iterator[ShardedEngine
 @pytest.fixture(scope="module")
 def one(folder: Path) -> SoloEngine:
     return SoloEngine(BaseModel.load(folder, dtype=torch.float32), micro_batch_tokens=MICRO_BATCH_TOKENS)
-
-
-def outputs(engine: Engine, works: Sequence[Work]) -> list[ForwardBackwardOutput]:
-    outcomes = engine.run_pass(works)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return outcomes  # type: ignore[return-value]
-
-
-def assert_same_outputs(mine: Sequence[ForwardBackwardOutput], alone: Sequence[ForwardBackwardOutput]) -> None:
-    for a, b in zip(mine, alone, strict=True):
-        assert a.metrics == pytest.approx(b.metrics, rel=1e-5, abs=1e-5, nan_ok=True)
-        for x, y in zip(a.loss_fn_outputs, b.loss_fn_outputs, strict=True):
-            np.testing.assert_allclose(x["logprobs"], y["logprobs"], atol=1e-5)
-            assert x["logprobs"].shape == y["logprobs"].shape and x["logprobs"].dtype == np.float32
-
-
-def assert_same_gradients(engine: Engine, mine: Sequence[Adapter], alone: Sequence[Adapter]) -> None:
-    engine.collect_gradients(mine)
-    for a, b in zip(mine, alone, strict=True):
-        assert a.has_grad == b.has_grad
-        assert float((a.grad_flat - b.grad_flat).norm()) <= 1e-5 * float(b.grad_flat.norm())
-
-
-def reinforced(seed: int, lengths: Sequence[int]) -> list[Datum]:
-    """Datums for the losses of reinforcement learning."""
-    draw = np.random.default_rng(seed)
-    return [
-        Datum(
-            draw.integers(0, reference.VOCAB, n).astype(np.int32),
-            {
-                "target_tokens": draw.integers(0, reference.VOCAB, n),
-                "logprobs": -draw.exponential(size=n).astype(np.float32),
-                "advantages": draw.normal(size=n).astype(np.float32),
-            },
-        )
-        for n in lengths
-    ]
-
-
-def many_kinds(base: BaseModel) -> list[Work]:
-    """Works of many ranks, targets, losses and shapes, more than one micro-batch can hold."""
-    new, data = reference.random_adapter, reference.random_data
-    custom = uploaded(traced(neg_ll, logprobs=1, weights=1))
-    return [
-        Work(new(base, 1, 2), data(1, [6, 31, 3, 17, 8]), "cross_entropy"),
-        Work(new(base, 2, 7, train_attn=False, train_mlp=False), data(2, [13], 3), "cross_entropy"),
-        Work(new(base, 3, 1, train_unembed=False), reinforced(3, [20, 5, 5]), "ppo", {"clip_high_threshold": 1.1}),
-        Work(new(base, 4, 4), data(4, [50]), "cross_entropy", {}, False),
-        Work(new(base, 5, 3), data(5, [9, 4]), "custom", {"loss_id": "l"}, True, custom),
-    ]
 
 
 def test_each_rank_has_its_part_of_the_weights(many: ShardedEngine, one: SoloEngine) -> None:
@@ -234,36 +182,3 @@ def test_the_ranks_forget_adapters_that_are_gone(many: ShardedEngine) -> None:
     many._prepare([])
     assert not many._gone
     assert set(many._numbers.values()) | many._spread | many._stale <= before
-
-
-@pytest.mark.slow
-def test_ranks_of_another_host_join_in(folder: Path, one: SoloEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    place = Placement(rank=0, world=3, local=0, local_world=1, port=free_port())
-    variables = {
-        "MASTER_ADDR": place.address,
-        "MASTER_PORT": str(place.port),
-        "WORLD_SIZE": "3",
-        "RANK": "1",
-        "TINWORKS_TRAIN_RANKS": "2",
-    }
-    host = subprocess.Popen(dies_with_us([sys.executable, "-m", "workers.model.ranks"]), env=os.environ | variables)
-    with ranks(place, folder) as engine:
-        mine, alone = many_kinds(engine.base), many_kinds(one.base)
-        assert_same_outputs(outputs(engine, mine), outputs(one, alone))
-        assert_same_gradients(engine, [work.adapter for work in mine], [work.adapter for work in alone])
-    assert host.wait(30) == 0
-
-
-@pytest.mark.slow  # starts processes for each
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_every_family_is_spread(family: str, tmp_path: Path) -> None:
-    families.plain(family).save_pretrained(tmp_path)
-    alone_engine = SoloEngine(BaseModel.load(tmp_path, dtype=torch.float32), micro_batch_tokens=MICRO_BATCH_TOKENS)
-    with ranks(2, tmp_path) as engine:
-        pairs = [
-            [Work(reference.random_adapter(base, 1), reference.random_data(1, [6, 31, 3]), "cross_entropy")]
-            for base in (engine.base, alone_engine.base)
-        ]
-        assert_same_outputs(outputs(engine, pairs[0]), outputs(alone_engine, pairs[1]))
-        assert_same_gradients(engine, [pairs[0][0].adapter], [pairs[1][0].adapter])

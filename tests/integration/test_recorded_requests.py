@@ -35,6 +35,7 @@ from tests.integration.conftest import Api, running
 
 RECORDED = {path.stem: path for path in sorted((Path(__file__).parents[1] / "data" / "recorded").glob("*.json"))}
 SESSION, RUN, SAMPLER = "recorded", "recorded:train:0", "recorded:sample:0"
+LOSS = "0123456789abcdef" * 2
 LARGE_BYTES = 1024
 
 
@@ -59,7 +60,7 @@ def scene(
         sample(api, redis_url)
         api.ok("create_custom_loss", read("create_custom_loss")["body"] | {"custom_loss_seq_id": 0})
         with api.database.write() as session:
-            session.execute(update(CustomLoss).values(id="recorded-loss"))
+            session.execute(update(CustomLoss).values(id=LOSS))
         yield api
 
 
