@@ -1,4 +1,4 @@
-"""Compiles the `.proto` files of `app/wire` when Tinworks is built or installed, editable too. All else is in pyproject.toml."""
+"""Compiles the `.proto` files of `app/wire` when Tinworks is built or installed. All else is in pyproject.toml."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What the queue costs: `python -m bench.round_trip [--steps 400]`.
 
 1. An empty `optim_step` (nothing to apply) through the SDK against a whole service: submit, log, doorbell, claim,
-   commit, notice, result. Beside it, alternating, two plain requests of the same SDK (`get_training_run` twice), since a round
-   trip is two requests: the ratio is what log and queue add to HTTP.
+   commit, notice, result. Beside it, alternating, two plain requests of the same SDK (`get_training_run` twice), since
+   a round trip is two requests: the ratio is what log and queue add to HTTP.
 2. The submit handlers alone, without transfer: the application is called as ASGI with the whole body at hand, and the
    clock stops when its answer begins. `forward_backward` of 4 KiB, 64 KiB and 5 MB (zstd, as the SDK sends them), and
    `optim_step`.

@@ -9,9 +9,11 @@ from sqlalchemy import delete, select, text, update
 from sqlalchemy.orm import Session
 
 from app.checkpoints.models import Checkpoint
+from app.custom_losses.service import forget_losses
 from app.db import get_database, utc_now
 from app.fleet.service import remove_dead_workers
 from app.runs import log
+from app.sampling.records import forget_recorded
 from app.sessions.models import ClientSession
 from app.settings import get_settings
 from app.storage.blobs import get_blob_store
@@ -25,7 +27,8 @@ _DEAD_WORKER_S = 600.0
 
 @app.task(name="tinworks.tidy", ignore_result=True)
 def tidy() -> None:
-    """Fill sequence gaps, forget old results, expire checkpoints, mark silent sessions, drop dead workers' rows."""
+    """Fill sequence gaps, forget old results and records, expire checkpoints, mark silent sessions, drop dead workers'
+    rows."""
     settings = get_settings()
     database = get_database()
     with database.write() as session:
@@ -35,6 +38,8 @@ def tidy() -> None:
             return
         gaps = log.fill_gaps(session, older_than=timedelta(seconds=settings.gap_timeout_s))
         blobs = log.prune_results(session, finished_before=utc_now() - timedelta(seconds=settings.result_ttl_s))
+        forget_recorded(session, before=utc_now() - timedelta(seconds=settings.sampled_sequence_ttl_s))
+        forget_losses(session, gone_before=utc_now() - timedelta(seconds=settings.session_retention_s))
         expired = session.execute(delete(Checkpoint).where(Checkpoint.expires_at < utc_now())).rowcount  # type: ignore[attr-defined]
         silent = _mark_silent(session, timedelta(seconds=settings.session_silence_s))
         dead = remove_dead_workers(session, silent_for_s=_DEAD_WORKER_S)

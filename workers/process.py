@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Sequence
 
 import structlog
-import torch
 from redis import Redis
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
@@ -24,9 +23,11 @@ from app.storage.blobs import get_blob_store
 from app.up import CannotStart
 from app.up.models import BaseModel as ServedModel
 from app.up.models import parse_base_model
-from workers.model.base import BaseModel
+from workers.model.serving import load_engine
+from workers.model.tokenizer import store_tokenizer
 from workers.sample.adapters import AdapterCache
 from workers.sample.engines.native import NativeEngine
+from workers.sample.recorder import SampleRecorder
 from workers.sample.service import SampleService
 from workers.sample.usage import SampleUsage
 from workers.threads import prepare_process, share_cores
@@ -101,7 +102,8 @@ class WorkerProcess:
         prepare_process()
         self._threads = share_cores(self.roles, settings.torch_threads)
         self._database = get_database()
-        self._base = BaseModel.load(self._served.source, dtype=_dtype(settings))
+        self._engine = load_engine(self.roles, settings, source=self._served.source, threads=self._threads)
+        self._base = self._engine.base
         self.train = self._train_loop() if "train" in roles else None
         self.samples = self._sample_service() if "sample" in roles else None
         self._presence = Presence(self, settings)
@@ -113,12 +115,12 @@ class WorkerProcess:
         return TrainLoop(
             worker_id=self.worker_id,
             pool=self.pool,
-            base=self._base,
+            engine=self._engine,
             database=self._database,
             blobs=get_blob_store(),
             redis=self._redis(),
             settings=self._settings,
-            threads=self._threads["train"],
+            threads=max(1, self._threads["train"] // self._settings.local_ranks),
         )
 
     def _sample_service(self) -> SampleService:
@@ -129,6 +131,7 @@ class WorkerProcess:
             engine=NativeEngine(self._base, decode=self._decode, max_rows=settings.max_running_sequences),
             adapters=AdapterCache(self._base, get_blob_store(), capacity=settings.adapter_cache),
             usage=SampleUsage(self._database),
+            recorder=SampleRecorder(self._database),
             redis=self._redis(),
             settings=settings,
             threads=self._threads["sample"],
@@ -136,6 +139,7 @@ class WorkerProcess:
 
     def announce(self) -> None:
         """Register model and worker, and begin to work."""
+        tokenizer_blob = store_tokenizer(self._base, get_blob_store())
         with self._database.write() as session:
             fleet.register_model(
                 session,
@@ -143,6 +147,7 @@ class WorkerProcess:
                 source=self._served.source,
                 facts=self._base.facts,
                 names=names_to_register(self._served),
+                tokenizer_blob=tokenizer_blob,
             )
             self.register(session)
         self._presence.start()
@@ -186,10 +191,6 @@ class WorkerProcess:
         self._presence.stop()
 
 
-def _dtype(settings: Settings) -> torch.dtype | None:
-    return None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-
-
 def _served_model(settings: Settings) -> ServedModel:
     if not settings.base_model:
         raise SystemExit("TINWORKS_BASE_MODEL is not set: say which model this worker serves, a folder or a hub name")
@@ -203,9 +204,18 @@ _current: WorkerProcess | None = None
 
 
 def start(roles: Sequence[str]) -> WorkerProcess:
-    """Load what the roles need; takes as long as the model takes to load."""
+    """Load what the roles need; takes as long as the model takes to load.
+
+    Raises SystemExit whatever goes wrong: Celery logs any other exception of its start-up signals, and goes on without
+    what they should have set up.
+    """
     global _current
-    _current = WorkerProcess(roles, get_settings())
+    settings = get_settings()
+    try:
+        _current = WorkerProcess(roles, settings)
+    except Exception as error:
+        logger.exception("worker_not_started", roles=roles, base_model=settings.base_model)
+        raise SystemExit(f"cannot start a {'/'.join(roles)} worker of {settings.base_model}: {error}") from error
     return _current
 
 

@@ -167,7 +167,7 @@ def test_a_session_is_exported_as_a_trace(ada: Tenant, tmp_path: Path) -> None:
     target = tmp_path / "session.pftrace"
     ada.command("session", "export-trace", run.model_id.partition(":")[0], "--output", str(target))
     packets = perfetto_pb2.Trace.FromString(target.read_bytes()).packet
-    assert [p.track_descriptor.name for p in packets if p.HasField("track_descriptor")][0] == run.model_id
+    assert packets[0].track_descriptor.name == run.model_id
     begun = [p.track_event.name for p in packets if p.track_event.type == 1]
     assert begun == ["create_model", "forward_backward", "optim_step"]
 

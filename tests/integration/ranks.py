@@ -18,6 +18,7 @@ from workers.model.base import BaseModel
 from workers.model.engine import Engine
 from workers.model.forward import Work
 from workers.model.lora import Adapter
+from workers.model.preparation import Preparation
 from workers.model.ranks.leader import ShardedEngine
 from workers.model.ranks.placement import Placement
 from workers.model.ranks.start import lead
@@ -43,11 +44,13 @@ def ranks(place: int | Placement, source: Path, preparation: Preparation | None 
         micro_batch_tokens=MICRO_BATCH_TOKENS,
         threads=1,
         timeout_s=60.0,
-        preparation=preparation,
+        preparation=preparation or Preparation("padded", "off"),
         on_lost=lost.append,
     )
-    yield engine
-    engine.close()
+    try:
+        yield engine
+    finally:
+        engine.close()
     assert not lost
 
 

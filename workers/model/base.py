@@ -22,6 +22,8 @@ from transformers import (
 )
 
 from app.wire.types import LoraConfig, ModelFacts
+from workers.model import attention
+from workers.model.attention import Packing
 from workers.model.lora import Adapter, LoraLinear, routed
 from workers.model.targets import TargetSpec, UnsupportedModel, install
 
@@ -44,12 +46,14 @@ class BaseModel:
         self.model = model.eval().requires_grad_(False)
         self.name_or_path = name_or_path
         self.config = model.config.get_text_config(decoder=True)
-        self.backbone: nn.Module = model.get_decoder()
+        self.backbone: PreTrainedModel = model.get_decoder()
         check_logits_are_plain(type(model).__name__, self.config)
         self.targets = install(model, self.backbone)
         self.lm_head: LoraLinear = model.get_output_embeddings()
         self.device: torch.device = self.lm_head.weight.device
         self.dtype: torch.dtype = self.lm_head.weight.dtype
+        self.attention: attention.Kind = "padded"
+        """How passes attend; see `attend`."""
         self._root: nn.Module | None = None
         if not weights_come_later:
             self.check_hidden_leads_to_logits()
@@ -85,12 +89,30 @@ class BaseModel:
             raise ValueError("at least one of train_attn, train_mlp and train_unembed must be true")
         return Adapter(config, shapes, self.device)
 
-    def hidden(self, input_ids: Tensor) -> Tensor:
-        """`input_ids` [B, L], padded on the right → the input of `lm_head` [B, L, D], under the routing in force.
+    def attend(self, kind: attention.Kind) -> None:
+        """Let passes pad their sequences, or pack them and attend in that way."""
+        if kind != "padded" and not self.backbone.config._attn_implementation.startswith(attention.PREFIX):
+            attention.install(self.backbone)
+        self.attention = kind
+
+    @property
+    def pads(self) -> bool:
+        """Whether the sequences of a micro-batch lie side by side, padded."""
+        return self.attention == "padded"
+
+    def hidden(self, input_ids: Tensor, packing: Packing | None = None) -> Tensor:
+        """`input_ids` [B, L], padded on the right → the input of `lm_head` [B, L, D], under the routing in force. With
+        `packing`, of one packed row.
 
         Padding needs no mask: attention is causal, so a real token never sees what comes after it. Transformers builds
         a mask where a layer's attention has a window, or where it has no kernel for causal attention.
         """
+        if packing is not None:
+            with attention.packed(self.attention, packing):
+                hidden_1TD: Tensor = self.backbone(
+                    input_ids=input_ids, position_ids=packing.positions, use_cache=False
+                ).last_hidden_state
+            return hidden_1TD
         hidden_BLD: Tensor = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden_BLD
 
@@ -111,6 +133,12 @@ class BaseModel:
         """Let go of the other ranks' weights, which a forward without a backward leaves at hand."""
         if isinstance(self._root, FSDPModule):
             self._root.reshard()
+
+    def recover(self) -> None:
+        """Be ready for the next forward although one ended halfway, in the same place on all ranks."""
+        reset = getattr(self._root, "reset_iter_state", None)
+        if reset is not None:
+            reset()
 
     @cached_property
     def facts(self) -> ModelFacts:

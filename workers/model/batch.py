@@ -1,8 +1,10 @@
 """From requests to micro-batches.
 
-`pack` decides, over plain numbers, which sequences share a micro-batch. `assemble` lays one out as tensors. Sequences
-are padded on the right to the longest of their micro-batch; within it they lie adapter by adapter and request by
-request, so that each adapter has one slice of the rows and each request one slice of the tokens.
+`pack` decides, over plain numbers, which sequences share a micro-batch. `assemble` lays one out as tensors: either
+sequences are padded on the right to the longest of their micro-batch, or they are packed one after the other in a
+single row, which costs no padding and needs attention made for it (`workers.model.attention`). Both ways they lie
+adapter by adapter and request by request, so that each adapter has one slice of the rows and each request one slice of
+the tokens.
 
 Letters in shapes: B sequences, L padded length, T real tokens of a micro-batch, K targets per token.
 """
@@ -17,28 +19,49 @@ import torch
 from torch import Tensor
 
 from app.wire.types import Datum
+from workers.model.attention import Packing
 from workers.model.lora import Adapter, Routing
 
 MAX_PADDING = 0.1
-"""The share of a micro-batch that may be padding before it is worth while to start another."""
+"""The share of a pass that may be padding before it is worth while to sort its sequences by length."""
+
+SPLIT_PADDING = 0.09
+"""The share of a micro-batch that may be padding before another is started. Short micro-batches may have more (see
+`SPLIT_COST_TOKENS`), and the whole shall stay under `MAX_PADDING` all the same."""
 
 SPLIT_COST_TOKENS = 64
 """What one more micro-batch costs, in tokens: less padding than this is never worth a split."""
 
 
-def pack(lengths: Sequence[int], owners: Sequence[int], budget_tokens: int) -> list[list[int]]:
-    """Split sequences into micro-batches of at most `budget_tokens` tokens, padding included.
+def pack(lengths: Sequence[int], owners: Sequence[int], budget_tokens: int, *, padded: bool = True) -> list[list[int]]:
+    """Split sequences into micro-batches of at most `budget_tokens` tokens, padding included if there is any.
 
     `lengths[i]` and `owners[i]`: tokens and adapter number of sequence i. Returns the sequences' indices, each once;
     within a micro-batch by (owner, index). A sequence longer than the budget goes alone. Sequences of one owner stay
-    together unless that costs too much padding; then they are sorted by length alone.
+    together unless that costs too much padding; then they are sorted by length alone. In no micro-batch more than
+    `SPLIT_PADDING` is padding, or `SPLIT_COST_TOKENS` tokens if that is more.
     """
+    if not padded:
+        return _fill(sorted(range(len(lengths)), key=lambda i: (owners[i], i)), lengths, budget_tokens)
     by_owner = sorted(range(len(lengths)), key=lambda i: (owners[i], -lengths[i], i))
     batches = _cut(by_owner, lengths, budget_tokens)
     if padding(batches, lengths) > MAX_PADDING:
         by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], owners[i], i))
         batches = min(batches, _cut(by_length, lengths, budget_tokens), key=lambda b: padding(b, lengths))
     return [sorted(batch, key=lambda i: (owners[i], i)) for batch in batches]
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    batches: list[list[int]] = []
+    total = 0
+    for i in order:
+        if batches and total + lengths[i] <= budget_tokens:
+            batches[-1].append(i)
+            total += lengths[i]
+        else:
+            batches.append([i])
+            total = lengths[i]
+    return batches
 
 
 def padding(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
@@ -54,7 +77,7 @@ def _cut(order: Sequence[int], lengths: Sequence[int], budget_tokens: int) -> li
         longest, real = max(longest, lengths[i]), real + lengths[i]
         if batches:
             padded = (len(batches[-1]) + 1) * longest
-            if padded <= budget_tokens and padded - real <= max(MAX_PADDING * padded, SPLIT_COST_TOKENS):
+            if padded <= budget_tokens and padded - real <= max(SPLIT_PADDING * padded, SPLIT_COST_TOKENS):
                 batches[-1].append(i)
                 continue
         batches.append([i])
@@ -92,8 +115,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """`input_ids` [B, L]. `real` [T]: the rows of B·L that hold a token; None if all do. `targets` [T], or [T, K] with
-    the largest K here. `row_routing` is over the B·L rows, `token_routing` over the T tokens.
+    """`input_ids` [B, L], or [1, T] if sequences are packed, as `packing` says then. `real` [T]: the rows of B·L that
+    hold a token; None if all do. `targets` [T], or [T, K] with the largest K here. `row_routing` is over the B·L rows,
+    `token_routing` over the T tokens.
     """
 
     input_ids: Tensor
@@ -102,11 +126,20 @@ class MicroBatch:
     row_routing: Routing
     token_routing: Routing
     parts: tuple[Part, ...]
+    packing: Packing | None = None
 
 
-def assemble(rows: Sequence[Row], device: torch.device) -> MicroBatch:
+def assemble(rows: Sequence[Row], device: torch.device, *, padded: bool = True) -> MicroBatch:
     """Lay out `rows`, ordered by adapter and request, as one micro-batch on `device`."""
     lengths = [len(row.datum.tokens) for row in rows]
+    token_routing = Routing.of([(row.adapter, length) for row, length in zip(rows, lengths, strict=True)])
+    targets = torch.from_numpy(_targets(rows, sum(lengths))).to(device)
+    parts = _parts(rows, lengths)
+    if not padded:
+        tokens = np.concatenate([row.datum.tokens for row in rows]).astype(np.int64, copy=False)
+        input_ids_1T = torch.from_numpy(tokens).unsqueeze(0).to(device)
+        packing = Packing.of(lengths, device)
+        return MicroBatch(input_ids_1T, None, targets, token_routing, token_routing, parts, packing)
     longest = max(lengths)
     input_ids = np.zeros((len(rows), longest), dtype=np.int64)
     for i, row in enumerate(rows):
@@ -117,10 +150,10 @@ def assemble(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids).to(device),
         real=None if real is None else torch.from_numpy(real).to(device),
-        targets=torch.from_numpy(_targets(rows, sum(lengths))).to(device),
+        targets=targets,
         row_routing=Routing.of([(row.adapter, longest) for row in rows]),
-        token_routing=Routing.of([(row.adapter, length) for row, length in zip(rows, lengths, strict=True)]),
-        parts=_parts(rows, lengths),
+        token_routing=token_routing,
+        parts=parts,
     )
 
 

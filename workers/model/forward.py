@@ -7,7 +7,7 @@ is undone and done again request by request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,24 +15,28 @@ import torch
 from torch import Tensor
 
 from app.errors import InvalidRequest
-from app.runs.checks import Limits, check_batch
+from app.runs.checks import Limits, check_batch, check_custom_batch
+from app.runs.loss_specs import LOSS_SPECS
 from app.wire.types import Datum, ForwardBackwardOutput
 from workers.model.base import BaseModel
-from workers.model.batch import MicroBatch, Row, assemble, pack, stack_inputs
+from workers.model.batch import MicroBatch, Part, Row, assemble, pack, stack_inputs
+from workers.model.custom_loss import CustomLoss
 from workers.model.logprobs import target_logprobs
 from workers.model.lora import Adapter, routed
-from workers.model.losses import LossInputs, combined_metrics, evaluate, full_config
+from workers.model.losses import Evaluated, LossInputs, combined_metrics, evaluate, full_config
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """One `forward_backward` (or, with `backward` False, `forward`) request."""
+    """One `forward_backward` (or, with `backward` False, `forward`) request. `custom`: the loss itself, where `loss_fn`
+    is `custom`."""
 
     adapter: Adapter
     data: Sequence[Datum]
     loss_fn: str
     loss_config: Mapping[str, float | str] = field(default_factory=dict)
     backward: bool = True
+    custom: CustomLoss | None = None
 
 
 Outcome = ForwardBackwardOutput | Exception
@@ -45,7 +49,7 @@ def run_pass(base: BaseModel, works: Sequence[Work], *, micro_batch_tokens: int)
     nothing. A failure is returned in the work's place: `InvalidRequest` for bad data, anything else as it was raised.
     `micro_batch_tokens`: how many tokens, padding included, go through the model at once.
     """
-    outcomes: list[Outcome | None] = [_refusal(base, work) for work in works]
+    outcomes: list[Outcome | None] = [refusal(base, work) for work in works]
     for backward in (False, True):
         group = [i for i, work in enumerate(works) if work.backward == backward and outcomes[i] is None]
         for i, outcome in _run_isolated(base, works, group, micro_batch_tokens).items():
@@ -53,10 +57,15 @@ def run_pass(base: BaseModel, works: Sequence[Work], *, micro_batch_tokens: int)
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _refusal(base: BaseModel, work: Work) -> InvalidRequest | None:
+def refusal(base: BaseModel, work: Work) -> InvalidRequest | None:
+    """Why a work cannot be computed, as far as that shows before it is."""
     limits = Limits(base.facts.vocab_size, base.facts.context_length)
     try:
-        check_batch(work.loss_fn, work.loss_config, work.data, limits)
+        if work.custom is None:
+            check_batch(work.loss_fn, work.loss_config, work.data, limits)
+        else:
+            check_custom_batch(work.loss_config, work.data, limits, work.custom.graph)
+            work.custom.check(work.data)
     except InvalidRequest as error:
         return error
     return None
@@ -68,15 +77,11 @@ def _run_isolated(
     """Runs the works numbered `group` together; if that raises, restores the gradients and runs each by itself."""
     if not group:
         return {}
-    adapters = {id(works[i].adapter): works[i].adapter for i in group if works[i].backward}
-    before = [(adapter, adapter.grad_flat.clone() if adapter.has_grad else None) for adapter in adapters.values()]
+    before = SavedGradients(works[i].adapter for i in group if works[i].backward)
     try:
         return _run(base, works, group, micro_batch_tokens)
     except Exception as error:
-        for adapter, grad in before:
-            adapter.zero_grad()
-            if grad is not None:
-                adapter.add_grad(grad)
+        before.restore()
         if len(group) == 1:
             return {group[0]: error}
     outcomes: dict[int, Outcome] = {}
@@ -85,8 +90,23 @@ def _run_isolated(
     return outcomes
 
 
+class SavedGradients:
+    """The gradients of some adapters as they are now, to undo a pass."""
+
+    def __init__(self, adapters: Iterable[Adapter]) -> None:
+        each = {id(adapter): adapter for adapter in adapters}.values()
+        self._saved = [(adapter, adapter.grad_flat.clone() if adapter.has_grad else None) for adapter in each]
+
+    def restore(self) -> None:
+        """Let the gradients be what they were."""
+        for adapter, grad in self._saved:
+            adapter.zero_grad()
+            if grad is not None:
+                adapter.add_grad(grad)
+
+
 @dataclass(slots=True)
-class _Result:
+class Result:
     """What a work has so far: (row, logprobs [N] or [N, K] on the device), and a row of loss sums per micro-batch."""
 
     logprobs: list[tuple[Row, Tensor]] = field(default_factory=list)
@@ -98,44 +118,75 @@ def _run(base: BaseModel, works: Sequence[Work], group: Sequence[int], micro_bat
     rows = [Row(i, n, works[i].adapter, datum) for i in group for n, datum in enumerate(works[i].data)]
     numbers: dict[int, int] = {}
     owners = [numbers.setdefault(id(row.adapter), len(numbers)) for row in rows]
-    results = {i: _Result() for i in group}
+    results = {i: Result() for i in group}
     with torch.set_grad_enabled(backward):
-        for indices in pack([len(row.datum.tokens) for row in rows], owners, micro_batch_tokens):
-            _run_micro_batch(base, works, assemble([rows[i] for i in indices], base.device), results)
+        lengths = [len(row.datum.tokens) for row in rows]
+        for indices in pack(lengths, owners, micro_batch_tokens, padded=base.pads):
+            batch = assemble([rows[i] for i in indices], base.device, padded=base.pads)
+            _run_micro_batch(base, works, batch, results)
     if backward:
         for i in group:
             works[i].adapter.has_grad = True
-    return {i: _output(works[i], result) for i, result in results.items()}
+    return {i: output(works[i], result) for i, result in results.items()}
 
 
-def _run_micro_batch(base: BaseModel, works: Sequence[Work], batch: MicroBatch, results: dict[int, _Result]) -> None:
-    with routed(batch.row_routing):
-        hidden_BLD = base.hidden(batch.input_ids)
-    hidden_TD = hidden_BLD.view(-1, hidden_BLD.shape[-1])
-    if batch.real is not None:
-        hidden_TD = hidden_TD.index_select(0, batch.real)
-    logprobs = target_logprobs(hidden_TD, base.lm_head, batch.token_routing, batch.targets)
+def _run_micro_batch(base: BaseModel, works: Sequence[Work], batch: MicroBatch, results: dict[int, Result]) -> None:
+    logprobs = batch_logprobs(base, batch)
     fixed = logprobs.detach()
     grads = torch.zeros_like(fixed)
     for part in batch.parts:
-        work = works[part.work]
-        tokens = slice(part.start, part.stop)
-        mine = (tokens,) if fixed.dim() == 1 else (tokens, slice(0, part.k) if part.k is not None else 0)
-        inputs = LossInputs(
-            stack_inputs(part, base.device),
-            full_config(work.loss_fn, work.loss_config),
-            [len(row.datum.tokens) for row in part.rows],
-        )
-        grad, sums = evaluate(work.loss_fn, fixed[mine], inputs)
-        grads[mine] = grad
-        results[part.work].sums.append(sums)
-        pieces = torch.split(fixed[mine], list(inputs.lengths))
-        results[part.work].logprobs.extend(zip(part.rows, pieces, strict=True))
+        evaluate_part(works[part.work], part, fixed, grads, results[part.work])
     if logprobs.requires_grad and bool((grads != 0).any()):
         torch.autograd.backward(logprobs, grads)
 
 
-def _output(work: Work, result: _Result) -> ForwardBackwardOutput:
+def batch_logprobs(base: BaseModel, batch: MicroBatch) -> Tensor:
+    """Of all targets of a micro-batch, [T] or [T, K] like them."""
+    with routed(batch.row_routing):
+        hidden_BLD = base.hidden(batch.input_ids, batch.packing)
+    hidden_TD = hidden_BLD.view(-1, hidden_BLD.shape[-1])
+    if batch.real is not None:
+        hidden_TD = hidden_TD.index_select(0, batch.real)
+    return target_logprobs(hidden_TD, base.lm_head, batch.token_routing, batch.targets)
+
+
+def evaluate_part(work: Work, part: Part, logprobs: Tensor, grads: Tensor, result: Result) -> None:
+    """The loss of one part of a micro-batch, whose (detached) `logprobs` are given: writes its gradient into `grads`,
+    which is like them, and adds to `result`.
+    """
+    tokens = slice(part.start, part.stop)
+    mine = (tokens,) if logprobs.dim() == 1 else (tokens, slice(0, part.k) if part.k is not None else 0)
+    lengths = [len(row.datum.tokens) for row in part.rows]
+    if work.custom is None:
+        grad, sums = _evaluate(work, part, logprobs[mine], lengths)
+    else:
+        grad, sums = _evaluate_custom(work.custom, part, logprobs[mine], lengths)
+    grads[mine] = grad
+    result.sums.append(sums)
+    result.logprobs.extend(zip(part.rows, torch.split(logprobs[mine], lengths), strict=True))
+
+
+def _evaluate(work: Work, part: Part, logprobs: Tensor, lengths: Sequence[int]) -> Evaluated:
+    device = logprobs.device
+    sampled = None
+    if LOSS_SPECS[work.loss_fn].provenance:
+        sampled = torch.from_numpy(np.concatenate([row.datum.is_sampled for row in part.rows])).to(device)
+    config = full_config(work.loss_fn, work.loss_config)
+    return evaluate(work.loss_fn, logprobs, LossInputs(stack_inputs(part, device), config, lengths, sampled))
+
+
+def _evaluate_custom(custom: CustomLoss, part: Part, logprobs: Tensor, lengths: Sequence[int]) -> Evaluated:
+    """Datum by datum on the CPU. Raises InvalidRequest for the first datum whose values the loss cannot take."""
+    pieces = torch.split(logprobs.cpu(), list(lengths))
+    losses = [
+        custom.evaluate(piece, row.datum, f"data[{row.index}]") for piece, row in zip(pieces, part.rows, strict=True)
+    ]
+    grad = torch.cat([loss.grad for loss in losses])
+    sums = torch.stack([loss.sums for loss in losses]).sum(0)
+    return Evaluated(grad.to(logprobs.device), sums)
+
+
+def output(work: Work, result: Result) -> ForwardBackwardOutput:
     """One copy to the host per work: all its log-probabilities, and its sums."""
     flat = torch.cat([piece.reshape(-1) for _, piece in result.logprobs]).cpu().numpy()
     outputs: list[Mapping[str, np.ndarray]] = [{}] * len(work.data)
@@ -144,4 +195,7 @@ def _output(work: Work, result: _Result) -> ForwardBackwardOutput:
         stop = start + piece.numel()
         outputs[row.index] = {"logprobs": flat[start:stop].reshape(piece.shape)}
         start = stop
-    return ForwardBackwardOutput(outputs, combined_metrics(work.loss_fn, torch.stack(result.sums).cpu()))
+    sums = torch.stack(result.sums).cpu()
+    if work.custom is None:
+        return ForwardBackwardOutput(outputs, combined_metrics(work.loss_fn, sums))
+    return ForwardBackwardOutput(outputs, work.custom.metrics(sums, len(work.data)))

@@ -14,12 +14,15 @@ import orjson
 from app.db import Database
 from app.errors import InvalidRequest
 from app.runs.log import FAILED, MISSING, Failure, Ready
+from app.runs.loss_specs import CUSTOM
+from app.runs.pinning import GRAPH_KEY
 from app.storage.blobs import BlobStore
 from app.wire.training import decode_forward_backward, encode_output, parse_forward_backward
 from app.wire.types import ForwardBackwardOutput
-from workers.model.base import BaseModel
-from workers.model.forward import Work, run_pass
-from workers.model.optim import AdamState
+from workers.model.custom_loss import compile_loss
+from workers.model.engine import Engine
+from workers.model.forward import Work
+from workers.model.optim import fresh_state
 from workers.train import snapshots, steps
 from workers.train.effects import Bodies, Effect, failure_of, state_of
 from workers.train.planner import STEP_KIND
@@ -28,13 +31,13 @@ from workers.train.slots import RunState, Slot
 
 
 class Executor:
-    """Applies operations with one base model and one blob store."""
+    """Applies operations with one engine and one blob store."""
 
-    def __init__(self, base: BaseModel, database: Database, blobs: BlobStore, *, micro_batch_tokens: int) -> None:
-        self._base = base
+    def __init__(self, engine: Engine, database: Database, blobs: BlobStore) -> None:
+        self._engine = engine
+        self._base = engine.base
         self._blobs = blobs
-        self._micro_batch_tokens = micro_batch_tokens
-        self._saver = Saver(base, database, blobs)
+        self._saver = Saver(engine, database, blobs)
 
     # -- forward and backward
 
@@ -50,7 +53,7 @@ class Executor:
                 works.append((effect, self._work(operation, slots[operation.model_id], bodies)))
             except Exception as error:
                 effect.failure = failure_of(operation, error)
-        outcomes = run_pass(self._base, [work for _, work in works], micro_batch_tokens=self._micro_batch_tokens)
+        outcomes = self._engine.run_pass([work for _, work in works])
         for (effect, work), outcome in zip(works, outcomes, strict=True):
             if isinstance(outcome, ForwardBackwardOutput):
                 effect.result, effect.result_kind = encode_output(outcome), "proto"
@@ -68,19 +71,22 @@ class Executor:
 
     def _work(self, operation: Ready, slot: Slot, bodies: Bodies) -> Work:
         request = decode_forward_backward(parse_forward_backward(bodies[operation.model_id, operation.seq_id]))
+        config = dict(request.loss_config)
+        custom = compile_loss(str(config.pop(GRAPH_KEY))) if request.loss_fn == CUSTOM else None
         return Work(
             adapter=state_of(slot).adapter,
             data=request.data,
             loss_fn=request.loss_fn,
-            loss_config=request.loss_config,
+            loss_config=config,
             backward=not request.forward_only,
+            custom=custom,
         )
 
     # -- optimizer steps
 
     def step(self, operations: Sequence[Ready], slots: Mapping[str, Slot], bodies: Bodies) -> list[Effect]:
         """Optimizer steps; one of each run goes into one fused step."""
-        return steps.step(operations, slots, bodies)
+        return steps.step(self._engine, operations, slots, bodies)
 
     # -- control
 
@@ -97,6 +103,8 @@ class Executor:
                 self._saver.save(effect, slot, body)
             elif operation.kind == "save_weights_for_sampler" and not replay:
                 self._saver.save_for_sampler(effect, slot, body)
+            elif operation.kind == "save_weights_external" and not replay:
+                self._saver.save_external(effect, slot, body)
         except Exception as error:
             effect.failure = failure_of(operation, error)
             if operation.seq_id == 0:
@@ -105,11 +113,12 @@ class Executor:
 
     def _create(self, effect: Effect, slot: Slot) -> None:
         adapter = self._base.new_adapter(slot.lora)
-        slot.state = RunState(adapter, AdamState.zeros(adapter))
+        slot.state = RunState(adapter, fresh_state(slot.optimizer_kind, adapter))
         effect.result = orjson.dumps({"model_id": slot.run.id, "type": "create_model"})
 
     def _load(self, effect: Effect, slot: Slot, body: dict[str, Any]) -> None:
-        state = snapshots.read_state(self._blobs, body["snapshot_id"], self._base, optimizer=body["optimizer"])
+        kind = slot.optimizer_kind
+        state = snapshots.read_state(self._blobs, body["snapshot_id"], self._base, kind, optimizer=body["optimizer"])
         if state.adapter.config.rank != slot.run.lora_rank:
             raise InvalidRequest(f"path: the checkpoint has rank {state.adapter.config.rank}, not {slot.run.lora_rank}")
         state.counters.version = slot.state.counters.version + 1 if slot.state else 0

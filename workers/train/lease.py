@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
-from sqlalchemy import ColumnElement, Table, bindparam, case, or_, select, update
+from sqlalchemy import ColumnElement, Table, bindparam, case, exists, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.db import database_clock, utc_now
-from app.runs.models import Run
+from app.runs.log import UNLOADED_SEQ
+from app.runs.models import Operation, Run
 from app.sessions.models import ClientSession
 
 
@@ -121,13 +122,14 @@ def _is_free(worker_id: str) -> ColumnElement[bool]:
 
 
 def abandoned_runs(session: Session, *, worker_id: str, silence_s: float) -> set[str]:
-    """Runs of this worker whose client has finished, or was not heard of for `silence_s`."""
+    """Runs of this worker that were unloaded, or whose client has finished or was not heard of for `silence_s`."""
     query = (
         select(Run.id)
         .join(ClientSession, ClientSession.id == Run.session_id)
         .where(Run.worker_id == worker_id)
         .where(
             or_(
+                exists().where(Operation.model_id == Run.id, Operation.seq_id == UNLOADED_SEQ),
                 ClientSession.finished_at.is_not(None),
                 ClientSession.last_seen_at < utc_now() - timedelta(seconds=silence_s),
             )

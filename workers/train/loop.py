@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import structlog
 from redis import Redis
@@ -27,29 +25,17 @@ from app.runs import log
 from app.runs.log import Finished, Payload, request_id_of
 from app.settings import Settings
 from app.storage.blobs import BlobMissing, BlobStore
-from workers.model.base import BaseModel
+from workers.model.engine import Engine
 from workers.threads import use_threads
 from workers.train import lease
 from workers.train.effects import Bodies, Effect
 from workers.train.execute import Executor, give_up
-from workers.train.lease import Lease
-from workers.train.planner import STEP_KIND, Plan, RunQueue, plan
-from workers.train.recovery import SnapshotWriter, restore
-from workers.train.slots import Slot
+from workers.train.planner import NO_SHARES, Plan, RunQueue, plan
+from workers.train.progress import Progress
+from workers.train.recovery import SnapshotWriter
+from workers.train.residency import Residents
 
 logger = structlog.get_logger(__name__)
-
-_ABANDONED_EVERY_S = 10.0
-
-
-@dataclass(slots=True)
-class Progress:
-    """What the loop is doing, for whoever watches it: the phase, since when, and what waits."""
-
-    phase: str = "idle"
-    since: float = 0.0
-    resident_runs: int = 0
-    queued_tokens: int = 0
 
 
 class TrainLoop:
@@ -60,7 +46,7 @@ class TrainLoop:
         *,
         worker_id: str,
         pool: str,
-        base: BaseModel,
+        engine: Engine,
         database: Database,
         blobs: BlobStore,
         redis: Redis,
@@ -69,21 +55,31 @@ class TrainLoop:
     ) -> None:
         self._worker_id = worker_id
         self._pool = pool
-        self._base = base
         self._database = database
         self._blobs = blobs
         self._redis = redis
         self._settings = settings
         self._threads = threads
-        self._executor = Executor(base, database, blobs, micro_batch_tokens=settings.micro_batch_tokens)
-        self._writer = SnapshotWriter(database, blobs, base, worker_id=worker_id)
-        self._slots: dict[str, Slot] = {}
-        self._queue: list[str] = []  # runs that wait for a slot, in the order in which they were seen
+        self._engine = engine
+        self._executor = Executor(engine, database, blobs)
+        self._writer = SnapshotWriter(database, blobs, engine, worker_id=worker_id)
+        self._shares = NO_SHARES
         self._bell = threading.Event()
         self._stopping = threading.Event()
-        self._next_abandoned = 0.0
         self._thread = threading.Thread(target=self._run, name="train", daemon=True)
         self.progress = Progress()
+        self._residents = Residents(
+            worker_id=worker_id,
+            pool=pool,
+            base=engine.base,
+            database=database,
+            blobs=blobs,
+            settings=settings,
+            executor=self._executor,
+            writer=self._writer,
+            progress=self.progress,
+        )
+        self._slots = self._residents.slots
 
     # -- life
 
@@ -111,50 +107,47 @@ class TrainLoop:
             try:
                 while not self._stopping.is_set() and self.cycle():
                     pass
-                self._evict_abandoned()
+                self._residents.evict_abandoned()
+                self._engine.idle()
             except Exception as error:
                 logger.error("cycle_failed", exc_info=error)
-                self._drop_all()
+                self._residents.drop_all()
                 self._stopping.wait(self._settings.claim_interval_s)
-        for slot in list(self._slots.values()):
-            self._evict(slot)
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        self.progress.phase, self.progress.since = name, time.monotonic()
-        try:
-            yield
-        finally:
-            self.progress.phase, self.progress.since = "idle", time.monotonic()
+        self._residents.evict_all()
+        self._engine.close()
 
     # -- the cycle
 
     def cycle(self) -> bool:
         """One turn. False if there was nothing to do."""
+        begin = time.monotonic()
         with self._database.read() as session:
             pending = log.pending_runs(session, self._pool)
             planned, bodies = self._plan(session, pending)
             absent = pending - self._slots.keys()
             free = lease.free_runs(session, absent, worker_id=self._worker_id) if absent else set()
         if free:
-            with self._phase("restore"):
-                self._take(free)
+            with self.progress.during("restore"):
+                self._residents.take(free)
             with self._database.read() as session:
                 planned, bodies = self._plan(session, pending)
+        self._shares = planned.shares
         if not planned.operations:
             return False
         if bodies is None:
-            self._crashed({operation.model_id for operation in planned.operations})
+            self._residents.crashed({operation.model_id for operation in planned.operations})
             return True
         try:
-            with self._phase("pass"):
+            with self.progress.during("pass"):
                 effects = self._execute(planned, bodies)
         except Exception as error:
             logger.error("pass_failed", operations=len(planned.operations), exc_info=error)
-            self._crashed({operation.model_id for operation in planned.operations})
+            self._residents.crashed({operation.model_id for operation in planned.operations})
             return True
         self._commit(effects)
-        self._snapshot_where_due(effects)
+        self._residents.snapshot_where_due(effects)
+        tokens, seconds = sum(operation.tokens for operation in planned.forward), time.monotonic() - begin
+        logger.debug("cycle_done", operations=len(planned.operations), pass_tokens=tokens, seconds=seconds)
         return True
 
     def _plan(self, session: Session, pending: set[str]) -> tuple[Plan, Bodies | None]:
@@ -165,73 +158,18 @@ class TrainLoop:
         positions = {model_id: self._slots[model_id].applied_seq for model_id in waiting}
         ready = log.ready_operations(session, positions) if positions else {}
         if stuck := positions.keys() - ready.keys():
-            self._drop_lost(session, stuck)
+            self._residents.drop_lost(session, stuck)
         queues = [
             RunQueue(model_id, self._slots[model_id].run.owner_id, operations, self._slots[model_id].crashes)
             for model_id, operations in ready.items()
         ]
         self.progress.queued_tokens = sum(o.tokens for queue in queues for o in queue.operations)
-        planned = plan(queues, pass_tokens=self._settings.pass_tokens)
+        planned = plan(queues, pass_tokens=self._settings.pass_tokens, shares=self._shares)
         try:
             return planned, log.load_bodies(session, self._blobs, _keys_with_bodies(planned))
         except BlobMissing as error:
             logger.error("body_missing", operations=len(planned.operations), exc_info=error)
             return planned, None
-
-    def _drop_lost(self, session: Session, model_ids: Iterable[str]) -> None:
-        """Of runs that have work but none after our position: drop those that another worker had meanwhile."""
-        epochs = {model_id: self._slots[model_id].epoch for model_id in model_ids}
-        for model_id in lease.lost_runs(session, epochs, worker_id=self._worker_id):
-            logger.warning("lease_lost", model_id=model_id, worker_id=self._worker_id)
-            self._drop(model_id)
-
-    def _take(self, free: set[str]) -> None:
-        room = self._settings.train_slots - len(self._slots)
-        if room < len(free):
-            room += self._make_room(len(free) - room)
-        self._queue = [model_id for model_id in self._queue if model_id in free]
-        self._queue += sorted(free - set(self._queue))
-        wanted = self._queue[: max(0, room)]
-        if not wanted:
-            return
-        with self._database.write() as session:
-            granted = lease.take(session, worker_id=self._worker_id, lease_s=self._settings.lease_s, model_ids=wanted)
-            granted = self._with_one_suspect(session, granted)
-        for one in granted:
-            self._queue.remove(one.run.id)
-            try:
-                self._slots[one.run.id] = restore(one, self._executor, self._database, self._blobs, self._base)
-            except Exception as error:
-                logger.error("restore_failed", model_id=one.run.id, exc_info=error)
-                self._release(one.run.id, one.epoch)
-        self.progress.resident_runs = len(self._slots)
-
-    def _with_one_suspect(self, session: Session, granted: list[Lease]) -> list[Lease]:
-        """Hold one run at a time at which a worker has died, and only if it has work; give the others back at once.
-
-        Else the next death would count against all of them, and the third would fail operations that never ran.
-        """
-        suspects = {one.run.id: one.run.applied_seq for one in granted if one.crashes}
-        if not suspects:
-            return granted
-        ready = log.ready_operations(session, suspects, limit=1)
-        held = next((slot.run.id for slot in self._slots.values() if slot.crashes), None)
-        kept = held or next((model_id for model_id in self._queue if model_id in ready), None)
-        for one in granted:
-            if one.crashes and one.run.id != kept:
-                lease.release(session, worker_id=self._worker_id, model_id=one.run.id, epoch=one.epoch)
-        return [one for one in granted if not one.crashes or one.run.id == kept]
-
-    def _make_room(self, count: int) -> int:
-        """Evict idle runs, least recently used first; returns how many left."""
-        with self._database.read() as session:
-            pending = log.pending_runs(session, self._pool)
-        idle = sorted(
-            (slot for slot in self._slots.values() if slot.run.id not in pending), key=lambda slot: slot.last_used
-        )
-        for slot in idle[:count]:
-            self._evict(slot)
-        return min(count, len(idle))
 
     def _execute(self, planned: Plan, bodies: Bodies) -> list[Effect]:
         effects = [give_up(operation, self._slots[operation.model_id]) for operation in planned.poisoned]
@@ -246,11 +184,21 @@ class TrainLoop:
         return effects
 
     def _commit(self, effects: Sequence[Effect]) -> None:
-        """Results, rows and positions in one transaction, each run fenced by its epoch; then tell the waiting polls."""
+        """Results, rows and positions in one transaction, each run fenced by its epoch; then tell the waiting polls.
+
+        A run whose results cannot be stored is left out and tried again, as if its pass had failed.
+        """
         by_run: dict[str, list[Effect]] = {}
         for effect in effects:
             by_run.setdefault(effect.operation.model_id, []).append(effect)
-        finished = {model_id: [self._finished(e) for e in mine] for model_id, mine in by_run.items()}
+        finished: dict[str, list[Finished | None]] = {}
+        for model_id, mine in list(by_run.items()):
+            try:
+                finished[model_id] = [self._finished(effect) for effect in mine]
+            except Exception as error:
+                logger.error("result_not_stored", model_id=model_id, exc_info=error)
+                del by_run[model_id]
+                self._residents.crashed({model_id})
         done: list[str] = []
         lost: list[str] = []
         try:
@@ -277,11 +225,10 @@ class TrainLoop:
                 meter.add(session, self._used({model_id: by_run[model_id] for model_id in by_run.keys() - lost}))
         except SQLAlchemyError:
             for model_id in by_run:
-                self._drop(model_id)
+                self._residents.drop(model_id)
             raise
         for model_id in lost:
-            logger.warning("lease_lost", model_id=model_id, worker_id=self._worker_id)
-            self._drop(model_id)
+            self._residents.lose(model_id)
         self._moved(by_run, lost)
         self._notify(done)
 
@@ -326,67 +273,6 @@ class TrainLoop:
             self._redis.publish(DONE_CHANNEL, "\n".join(request_ids))
         except (RedisError, OSError) as error:
             logger.warning("notice_lost", error=type(error).__name__)
-
-    # -- snapshots and eviction
-
-    def _snapshot_where_due(self, effects: Sequence[Effect]) -> None:
-        stepped = {effect.operation.model_id for effect in effects if effect.operation.kind == STEP_KIND}
-        for model_id in {effect.operation.model_id for effect in effects} & self._slots.keys():
-            slot, settings = self._slots[model_id], self._settings
-            if slot.state is None or slot.snapshot_pending:
-                continue
-            over = slot.log_operations >= settings.snapshot_operations or slot.log_bytes >= settings.snapshot_bytes
-            far_over = slot.log_operations >= 2 * settings.snapshot_operations
-            if (over and model_id in stepped) or far_over or slot.log_bytes >= 2 * settings.snapshot_bytes:
-                self._writer.submit(slot)
-
-    def _evict_abandoned(self) -> None:
-        """Free the slots of runs whose client is gone and whose queue is empty."""
-        now = time.monotonic()
-        if not self._slots or now < self._next_abandoned:
-            return
-        self._next_abandoned = now + _ABANDONED_EVERY_S
-        with self._database.read() as session:
-            silence_s = self._settings.session_silence_s
-            gone = lease.abandoned_runs(session, worker_id=self._worker_id, silence_s=silence_s)
-            gone -= log.pending_runs(session, self._pool)
-        for model_id in gone & self._slots.keys():
-            self._evict(self._slots[model_id])
-
-    def _evict(self, slot: Slot) -> None:
-        """Snapshot a run if its log has grown, give its lease back, free its slot."""
-        try:
-            if slot.state is not None and (slot.log_operations or slot.snapshot_pending):
-                self._writer.write_now(slot)
-            self._release(slot.run.id, slot.epoch)
-        except Exception as error:
-            logger.error("evict_failed", model_id=slot.run.id, exc_info=error)
-        self._drop(slot.run.id)
-
-    def _crashed(self, model_ids: set[str]) -> None:
-        """Give back the runs whose pass failed as a whole. They come back alone, and are given up at the third time."""
-        for model_id in model_ids:
-            slot = self._slots[model_id]
-            with self._database.write() as session:
-                lease.crash(session, worker_id=self._worker_id, model_id=model_id, epoch=slot.epoch)
-            self._drop(model_id)
-
-    def _release(self, model_id: str, epoch: int) -> None:
-        with self._database.write() as session:
-            lease.release(session, worker_id=self._worker_id, model_id=model_id, epoch=epoch)
-
-    def _drop(self, model_id: str) -> None:
-        self._slots.pop(model_id, None)
-        self.progress.resident_runs = len(self._slots)
-
-    def _drop_all(self) -> None:
-        """Forget everything and give it back, so that the next cycle begins from the log."""
-        for slot in list(self._slots.values()):
-            try:
-                self._release(slot.run.id, slot.epoch)
-            except SQLAlchemyError as error:
-                logger.warning("release_failed", model_id=slot.run.id, error=type(error).__name__)
-            self._drop(slot.run.id)
 
 
 def _keys_with_bodies(planned: Plan) -> list[tuple[str, int]]:

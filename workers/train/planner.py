@@ -5,22 +5,25 @@ optimizer steps right behind it. A run contributes the longest prefix of its que
 overtakes another of its run. Saves, loads and creations ("control") go alone, before the stages: a run's control
 operation is the last that the cycle takes of it.
 
-The pass has a token budget. Runs take turns by owner, one operation at a time, so that nobody's queue, however long,
-keeps another's out; the first operation is always taken, whatever its size.
+The pass has a token budget and is shared between tenants (`turns`). Control operations and steps that are due are
+always taken, and if the pass behind them would be long, they are a cycle of their own: it comes next.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from app.runs.log import FAILED, Ready
+from workers.train.turns import Shares, fill_pass
 
 PASS_KINDS = frozenset({"forward", "forward_backward"})
 STEP_KIND = "optim_step"
 MAX_CRASHES = 3
 """So many workers may die at one operation; then it is failed instead of run."""
+NO_SHARES = Shares()
+"""Nobody has had more than others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +38,15 @@ class RunQueue:
 
 @dataclass(slots=True)
 class Plan:
-    """What one cycle does, stage by stage. `poisoned` operations are failed without being run."""
+    """What one cycle does, stage by stage. `poisoned` operations are failed without being run. `shares` is for the next
+    plan."""
 
     poisoned: list[Ready] = field(default_factory=list)
     control: list[Ready] = field(default_factory=list)
     steps_before: list[Ready] = field(default_factory=list)
     forward: list[Ready] = field(default_factory=list)
     steps_after: list[Ready] = field(default_factory=list)
+    shares: Shares = field(default_factory=Shares)
 
     @property
     def operations(self) -> list[Ready]:
@@ -49,16 +54,20 @@ class Plan:
         return self.poisoned + self.control + self.steps_before + self.forward + self.steps_after
 
 
-def plan(queues: Sequence[RunQueue], *, pass_tokens: int) -> Plan:
-    """Plan one cycle over `queues`, which come in the order in which runs should be served.
+def plan(queues: Sequence[RunQueue], *, pass_tokens: int, shares: Shares = NO_SHARES) -> Plan:
+    """Plan one cycle over `queues`, which come in the order in which runs should be served: least recently served
+    first.
 
-    A run at which a worker has died is planned alone, one operation at a time, when its turn comes.
+    `pass_tokens`: the budget of a pass. `shares`: those of the plan before; when nobody waits, they begin anew. A run
+    at which a worker has died is planned alone, one operation at a time, when its turn comes.
     """
     waiting = [queue for queue in queues if queue.operations]
-    result = Plan()
-    if waiting and waiting[0].crashes:
+    if not waiting:
+        return Plan()
+    result = Plan(shares=shares)
+    if waiting[0].crashes:
         _plan_suspect(waiting[0], result)
-    elif waiting:
+    else:
         _plan_together([queue for queue in waiting if not queue.crashes], result, pass_tokens)
     return result
 
@@ -76,28 +85,26 @@ def _plan_suspect(queue: RunQueue, result: Plan) -> None:
 
 
 def _plan_together(queues: Sequence[RunQueue], result: Plan, pass_tokens: int) -> None:
-    by_owner: dict[str, deque[tuple[RunQueue, int]]] = {}
-    for queue in queues:
-        position = _take_head(queue, result)
-        if position is not None:
-            by_owner.setdefault(queue.owner_id, deque()).append((queue, position))
-    left = pass_tokens
-    ends: list[tuple[RunQueue, int]] = []
-    owners = deque(by_owner.values())
-    while owners:
-        runs = owners.popleft()
-        queue, position = runs.popleft()
-        operation = queue.operations[position] if position < len(queue.operations) else None
-        if operation is None or not _belongs_to_pass(operation):
-            ends.append((queue, position))
-        elif operation.tokens <= left or not any(o.tokens for o in result.forward):
-            result.forward.append(operation)
-            left -= operation.tokens
-            runs.append((queue, position + 1))
-        if runs:
-            owners.append(runs)
-    for queue, position in ends:
-        _take_steps(queue, position, result.steps_after)
+    heads = [(queue, _take_head(queue, result)) for queue in queues]
+    positions = [(queue, position) for queue, position in heads if position is not None]
+    due = {operation.model_id for operation in result.control + result.steps_before}
+    result.forward, result.shares = fill_pass(
+        [(queue.owner_id, _group(queue, position)) for queue, position in positions],
+        budget=pass_tokens,
+        shares=result.shares,
+        cheap={queue.owner_id for queue in queues if queue.model_id in due},
+    )
+    taken = Counter(operation.model_id for operation in result.forward)
+    for queue, position in positions:
+        _take_steps(queue, position + taken[queue.model_id], result.steps_after)
+
+
+def _group(queue: RunQueue, position: int) -> Sequence[Ready]:
+    """The operations from there that may go into one pass."""
+    end = position
+    while end < len(queue.operations) and _belongs_to_pass(queue.operations[end]):
+        end += 1
+    return queue.operations[position:end]
 
 
 def _take_head(queue: RunQueue, result: Plan) -> int | None:

@@ -21,6 +21,7 @@ from app.runs import log
 from app.runs.log import FAILED, Ready
 from app.storage.blobs import BlobStore
 from workers.model.base import BaseModel
+from workers.model.engine import Engine
 from workers.train import lease, snapshots
 from workers.train.execute import Executor, consume_failed
 from workers.train.lease import Lease
@@ -44,7 +45,7 @@ def restore(granted: Lease, executor: Executor, database: Database, blobs: BlobS
     if run.recovery_snapshot_id is not None:
         with database.read() as session:
             after = session.get_one(Snapshot, run.recovery_snapshot_id).seq_id
-        slot.state = snapshots.read_state(blobs, run.recovery_snapshot_id, base, optimizer=True)
+        slot.state = snapshots.read_state(blobs, run.recovery_snapshot_id, base, slot.optimizer_kind, optimizer=True)
     with database.read() as session:
         operations = log.applied_operations(session, run.id, after, run.applied_seq)
     for operation in operations:
@@ -90,10 +91,10 @@ class _Job:
 class SnapshotWriter:
     """Writes recovery snapshots from a thread of its own; the train loop only pays for the copy to host memory."""
 
-    def __init__(self, database: Database, blobs: BlobStore, base: BaseModel, *, worker_id: str) -> None:
+    def __init__(self, database: Database, blobs: BlobStore, engine: Engine, *, worker_id: str) -> None:
         self._database = database
         self._blobs = blobs
-        self._base = base
+        self._engine = engine
         self._worker_id = worker_id
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
@@ -117,7 +118,8 @@ class SnapshotWriter:
 
     def _enqueue(self, slot: Slot) -> _Job:
         assert slot.state is not None
-        files = snapshots.state_files(slot.state, self._base, seq_id=slot.applied_seq)
+        self._engine.collect_gradients([slot.state.adapter])
+        files = snapshots.state_files(slot.state, self._engine.base, seq_id=slot.applied_seq)
         job = _Job(slot, files, slot.applied_seq, threading.Event())
         slot.snapshot_pending = True
         slot.log_operations = slot.log_bytes = 0

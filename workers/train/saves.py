@@ -14,7 +14,7 @@ from app.db import Database
 from app.errors import InvalidRequest
 from app.sampling.models import SamplingSession
 from app.storage.blobs import BlobStore, new_blob_id
-from workers.model.base import BaseModel
+from workers.model.engine import Engine
 from workers.model.export import exported_files
 from workers.train import snapshots
 from workers.train.effects import Effect, state_of
@@ -23,16 +23,18 @@ from workers.train.snapshots import SnapshotFiles
 
 
 class Saver:
-    """Saves the state of runs of one base model to one blob store."""
+    """Saves the state of one engine's runs to one blob store."""
 
-    def __init__(self, base: BaseModel, database: Database, blobs: BlobStore) -> None:
-        self._base = base
+    def __init__(self, engine: Engine, database: Database, blobs: BlobStore) -> None:
+        self._engine = engine
+        self._base = engine.base
         self._database = database
         self._blobs = blobs
 
     def save(self, effect: Effect, slot: Slot, body: dict[str, Any]) -> None:
         """`save_weights`: all that training resumes from, under a name."""
         name = self._free_name(slot, checkpoints.TRAINING, body)
+        self._engine.collect_gradients([state_of(slot).adapter])
         files = snapshots.state_files(state_of(slot), self._base, seq_id=effect.operation.seq_id)
         snapshots.write(self._blobs, files)
         effect.rows.append(self._snapshot_row(effect, slot, files))

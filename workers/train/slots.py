@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from app.runs.models import Run
 from app.wire.types import LoraConfig
 from workers.model.lora import Adapter
-from workers.model.optim import AdamState
+from workers.model.optim import OptimizerState
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class RunState:
     """A run's state at one sequence id: all that a replay would rebuild."""
 
     adapter: Adapter
-    adam: AdamState
+    optimizer: OptimizerState
     counters: Counters = field(default_factory=Counters)
 
 
@@ -59,6 +59,12 @@ class Slot:
     log_bytes: int = 0
     snapshot_pending: bool = False
     last_used: float = field(default_factory=time.monotonic)
+
+    @property
+    def optimizer_kind(self) -> str:
+        """The optimizer that the run was created with."""
+        kind: str = self.run.optimizer["type"]
+        return kind
 
     @property
     def lora(self) -> LoraConfig:

@@ -16,17 +16,20 @@ import orjson
 import torch
 from safetensors.torch import load, save
 
+from app.checkpoints.files import MANIFEST
 from app.checkpoints.service import snapshot_folder
 from app.storage.blobs import BlobMissing, BlobStore, new_blob_id
+from workers.model.adamw import AdamState
 from workers.model.base import BaseModel
 from workers.model.export import load_peft, peft_files
 from workers.model.lora import Adapter
-from workers.model.optim import AdamState
+from workers.model.optim import fresh_state
 from workers.train.slots import Counters, RunState
 
-STATE_FORMAT = 1
-MANIFEST = "manifest.json"
-Kind = Literal["state", "adapter"]
+STATE_FORMAT = 2
+"""The newest format of `state.json` that this release reads. A file says the oldest that can hold it, so that older
+releases read what they can: 1 holds AdamW's state, 2 that of any optimizer."""
+Kind = Literal["state", "adapter", "external"]
 
 
 class BadSnapshot(ValueError):
@@ -54,15 +57,15 @@ def adapter_files(adapter: Adapter, base: BaseModel) -> SnapshotFiles:
 
 def state_files(state: RunState, base: BaseModel, *, seq_id: int) -> SnapshotFiles:
     """All that training resumes from: adapter, optimizer, pending gradients, counters."""
-    tensors = {"m": state.adam.m, "v": state.adam.v}
+    tensors = state.optimizer.tensors()
     if state.adapter.has_grad:
         tensors["grad"] = state.adapter.grad_flat
     facts = {
-        "format": STATE_FORMAT,
+        "format": 1 if state.optimizer.kind == AdamState.kind else 2,
         "base_model_hash": base.facts.config_hash,
         "seq_id": seq_id,
-        "optimizer": "adamw",
-        "step": state.adam.step,
+        "optimizer": state.optimizer.kind,
+        "step": state.optimizer.step,
         "counters": asdict(state.counters),
         "torch": torch.__version__,
     }
@@ -101,12 +104,15 @@ def read_adapter(blobs: BlobStore, snapshot_id: str, base: BaseModel) -> Adapter
     return _adapter(read(blobs, snapshot_id), base)
 
 
-def read_state(blobs: BlobStore, snapshot_id: str, base: BaseModel, *, optimizer: bool) -> RunState:
-    """A run's state; without `optimizer` a fresh optimizer and no pending gradient. Raises BadSnapshot."""
+def read_state(blobs: BlobStore, snapshot_id: str, base: BaseModel, kind: str, *, optimizer: bool) -> RunState:
+    """The state of a run whose optimizer is `kind`; without `optimizer` a fresh one of it and no pending gradient.
+
+    Raises BadSnapshot.
+    """
     files = read(blobs, snapshot_id)
     adapter = _adapter(files, base)
     if not optimizer:
-        return RunState(adapter, AdamState.zeros(adapter))
+        return RunState(adapter, fresh_state(kind, adapter))
     if "state.json" not in files:
         raise BadSnapshot("the checkpoint has no optimizer state")
     facts = orjson.loads(files["state.json"])
@@ -114,14 +120,20 @@ def read_state(blobs: BlobStore, snapshot_id: str, base: BaseModel, *, optimizer
         raise BadSnapshot("the checkpoint was written by a newer release")
     if facts["base_model_hash"] != base.facts.config_hash:
         raise BadSnapshot("the checkpoint belongs to another base model")
+    if facts["optimizer"] != kind:
+        raise BadSnapshot(f"the checkpoint's optimizer is {facts['optimizer']}, not {kind}")
     tensors = load(files["optimizer.safetensors"])
     if any(tensor.shape != adapter.flat.shape for tensor in tensors.values()):
         raise BadSnapshot("the checkpoint's optimizer state does not fit its adapter")
-    device = adapter.flat.device
-    adam = AdamState(tensors["m"].to(device), tensors["v"].to(device), facts["step"])
+    state = fresh_state(kind, adapter)
+    for name, tensor in state.tensors().items():
+        if name not in tensors:
+            raise BadSnapshot(f"the checkpoint's optimizer state lacks {name!r}")
+        tensor.copy_(tensors[name])
+    state.step = facts["step"]
     if "grad" in tensors:
         adapter.add_grad(tensors["grad"])
-    return RunState(adapter, adam, Counters(**facts["counters"]))
+    return RunState(adapter, state, Counters(**facts["counters"]))
 
 
 def _adapter(files: Mapping[str, bytes], base: BaseModel) -> Adapter:

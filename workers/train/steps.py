@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 import orjson
 
 from app.runs.log import FAILED, Failure, Ready
-from app.wire.types import AdamParams
-from workers.model.optim import NonFiniteGradient, adamw_step
+from app.wire.types import AdamParams, DimuonParams
+from workers.model.dimuon import DimuonState
+from workers.model.engine import Engine
+from workers.model.optim import NonFiniteGradient, OptimizerParams
 from workers.train.effects import Bodies, Effect, NoState, failure_of
 from workers.train.slots import RunState, Slot
 
 
-def step(operations: Sequence[Ready], slots: Mapping[str, Slot], bodies: Bodies) -> list[Effect]:
+def step(engine: Engine, operations: Sequence[Ready], slots: Mapping[str, Slot], bodies: Bodies) -> list[Effect]:
     """Optimizer steps; one of each run goes into one fused step."""
     effects = {(operation.model_id, operation.seq_id): Effect(operation) for operation in operations}
     left = list(operations)
@@ -23,12 +25,12 @@ def step(operations: Sequence[Ready], slots: Mapping[str, Slot], bodies: Bodies)
         for operation in left:
             turn.setdefault(operation.model_id, operation)
         left = [operation for operation in left if turn[operation.model_id] is not operation]
-        _step_each([effects[o.model_id, o.seq_id] for o in turn.values()], slots, bodies)
+        _step_each(engine, [effects[o.model_id, o.seq_id] for o in turn.values()], slots, bodies)
     return list(effects.values())
 
 
-def _step_each(effects: Sequence[Effect], slots: Mapping[str, Slot], bodies: Bodies) -> None:
-    stepping: list[tuple[Effect, RunState, AdamParams]] = []
+def _step_each(engine: Engine, effects: Sequence[Effect], slots: Mapping[str, Slot], bodies: Bodies) -> None:
+    stepping: list[tuple[Effect, RunState, OptimizerParams]] = []
     for effect in effects:
         operation = effect.operation
         if operation.state == FAILED:
@@ -37,7 +39,7 @@ def _step_each(effects: Sequence[Effect], slots: Mapping[str, Slot], bodies: Bod
         if state is None:
             effect.failure = failure_of(operation, NoState())
             continue
-        params = AdamParams(**orjson.loads(bodies[operation.model_id, operation.seq_id]))
+        params = _params(bodies[operation.model_id, operation.seq_id])
         if state.counters.summed:
             stepping.append((effect, state, params))
         elif state.counters.failed:
@@ -45,7 +47,7 @@ def _step_each(effects: Sequence[Effect], slots: Mapping[str, Slot], bodies: Bod
             state.counters.clear_gradient()
         else:
             effect.result = _step_result(_idle_metrics(state, params), tokens=0, failed=0)
-    outcomes = adamw_step([(state.adapter, state.adam, params) for _, state, params in stepping])
+    outcomes = engine.optimizer_step([(state.adapter, state.optimizer, params) for _, state, params in stepping])
     for (effect, state, _), outcome in zip(stepping, outcomes, strict=True):
         counters = state.counters
         if isinstance(outcome, NonFiniteGradient):
@@ -54,6 +56,12 @@ def _step_each(effects: Sequence[Effect], slots: Mapping[str, Slot], bodies: Bod
             effect.result = _step_result(outcome, tokens=counters.tokens, failed=len(counters.failed))
             counters.version += 1
         counters.clear_gradient()
+
+
+def _params(body: bytes) -> OptimizerParams:
+    """AdamW's hyperparameters are bare, those of another optimizer say their `type`."""
+    fields = orjson.loads(body)
+    return DimuonParams(**fields) if fields.pop("type", None) == DimuonState.kind else AdamParams(**fields)
 
 
 def _all_failed(seq_ids: Sequence[int]) -> Failure:
@@ -69,7 +77,7 @@ def _step_result(metrics: Mapping[str, float], *, tokens: int, failed: int) -> b
     return orjson.dumps({"metrics": values, "type": "optim_step"})
 
 
-def _idle_metrics(state: RunState, params: AdamParams) -> dict[str, float]:
+def _idle_metrics(state: RunState, params: OptimizerParams) -> dict[str, float]:
     weight_norm = float(state.adapter.flat.double().norm())
     return {
         "grad_norm": 0.0,

@@ -52,3 +52,13 @@ def test_the_process_ends_and_says_why(
     build().save_pretrained(folder)
     with pytest.raises(SystemExit, match=message):
         process.start((role,))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_setting_that_this_machine_cannot_follow_ends_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain("qwen3").save_pretrained(folder)
+    monkeypatch.setenv("TINWORKS_ATTENTION", "flash")
+    with pytest.raises(SystemExit, match="TINWORKS_ATTENTION=flash: it needs CUDA"):
+        process.start(("train",))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.wire.types import Datum, LoraConfig
-from workers.model.batch import MAX_PADDING, Row, assemble, pack, padding
+from workers.model.batch import MAX_PADDING, SPLIT_COST_TOKENS, SPLIT_PADDING, Row, assemble, pack, padding
 from workers.model.lora import Adapter
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 4)), min_size=1, max_size=60)
@@ -20,6 +20,48 @@ def test_every_sequence_once_within_the_budget_and_in_order(sequences: list[tupl
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
         assert batch == sorted(batch, key=lambda i: (owners[i], i))
+
+
+@given(SEQUENCES, st.integers(1, 2000))
+def test_packed_rows_are_filled_up_in_order(sequences: list[tuple[int, int]], budget: int) -> None:
+    lengths, owners = [n for n, _ in sequences], [o for _, o in sequences]
+    batches = pack(lengths, owners, budget, padded=False)
+    order = [i for batch in batches for i in batch]
+    assert order == sorted(range(len(lengths)), key=lambda i: (owners[i], i))
+    for batch, following in zip(batches, [*batches[1:], []], strict=True):
+        tokens = sum(lengths[i] for i in batch)
+        assert len(batch) == 1 or tokens <= budget
+        assert not following or tokens + lengths[following[0]] > budget
+
+
+def ragged(kind: str, sequences: int, seed: int) -> list[int]:
+    """Lengths as data has them: short and even, long and even, with a long tail, or of two kinds."""
+    draw = np.random.default_rng(seed)
+    if kind == "long tail":
+        return np.clip(draw.lognormal(5.5, 0.8, sequences), 8, 4096).astype(int).tolist()
+    if kind == "prompts and answers":
+        long = draw.random(sequences) < 0.2
+        return np.where(long, draw.integers(800, 2000, sequences), draw.integers(20, 60, sequences)).tolist()
+    return draw.integers(16, {"short": 257, "long": 2049}[kind], sequences).tolist()
+
+
+RAGGED = st.builds(
+    ragged,
+    st.sampled_from(["short", "long", "long tail", "prompts and answers"]),
+    st.integers(1, 256),
+    st.integers(0, 2**31),
+)
+
+
+@given(RAGGED, st.integers(1, 8), st.sampled_from([1024, 4096, 8192]))
+def test_no_micro_batch_has_more_padding_than_is_worth_a_split(lengths: list[int], runs: int, budget: int) -> None:
+    owners = [i % runs for i in range(len(lengths))]
+    batches = pack(lengths, owners, budget)
+    for batch in batches:
+        rows = len(batch) * max(lengths[i] for i in batch)
+        assert rows - sum(lengths[i] for i in batch) <= max(SPLIT_PADDING * rows, SPLIT_COST_TOKENS)
+    if sum(lengths) >= 8192:
+        assert padding(batches, lengths) <= MAX_PADDING
 
 
 def test_ragged_data_have_little_padding() -> None:
@@ -53,6 +95,18 @@ def test_a_micro_batch_is_laid_out_row_by_row() -> None:
     assert [(s.start, s.stop) for s in batch.row_routing.segments] == [(0, 9), (9, 12)]
     assert [(s.start, s.stop) for s in batch.token_routing.segments] == [(0, 6), (6, 9)]
     assert [(p.work, p.start, p.stop, p.k) for p in batch.parts] == [(0, 0, 5, None), (1, 5, 6, 2), (2, 6, 9, None)]
+
+
+def test_a_packed_micro_batch_is_one_row() -> None:
+    one, two = (Adapter(LoraConfig(rank=1, seed=i), {"x": (2, 2)}) for i in range(2))
+    batch = assemble([row(0, one, 2), row(1, one, 1, k=2), row(2, two, 3)], torch.device("cpu"), padded=False)
+    assert batch.input_ids.tolist() == [[2, 2, 1, 3, 3, 3]] and batch.real is None
+    assert batch.packing is not None and batch.packing.positions.tolist() == [[0, 1, 0, 0, 1, 2]]
+    assert batch.packing.sequences.tolist() == [[0, 0, 1, 2, 2, 2]]
+    assert batch.packing.bounds.tolist() == [0, 2, 3, 6] and batch.packing.bounds.dtype == torch.int32
+    assert batch.packing.longest == 3
+    assert [(s.start, s.stop) for s in batch.row_routing.segments] == [(0, 3), (3, 6)]
+    assert [(p.work, p.start, p.stop, p.k) for p in batch.parts] == [(0, 0, 2, None), (1, 2, 3, 2), (2, 3, 6, None)]
 
 
 def test_equal_lengths_need_no_selection_of_real_tokens() -> None:

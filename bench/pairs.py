@@ -1,0 +1,46 @@
+"""Ratios that a noisy machine cannot fake: the two sides alternate, and each pair of neighbours is one observation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+WARM_UP = 3
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median over pairs, the 95 % bootstrap interval around it, and the medians of the two sides."""
+
+    median: float
+    low: float
+    high: float
+    ours: float
+    theirs: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Of `theirs[i]` / `ours[i]`: above 1 ours is less."""
+    pairs = np.asarray(theirs) / np.asarray(ours)
+    draw = np.random.default_rng(0).integers(0, len(pairs), (RESAMPLES, len(pairs)))
+    low, high = np.quantile(np.median(pairs[draw], axis=1), (0.025, 0.975))
+    middle = float(np.median(pairs))
+    return Ratio(middle, float(low), float(high), float(np.median(ours)), float(np.median(theirs)))
+
+
+def timed(ours: Callable[[], object], theirs: Callable[[], object], pairs: int) -> Ratio:
+    """How many times as fast `ours` is; milliseconds of both. Who goes first changes from pair to pair."""
+    times: dict[Callable[[], object], list[float]] = {ours: [], theirs: []}
+    for number in range(WARM_UP + pairs):
+        for step in (ours, theirs) if number % 2 else (theirs, ours):
+            start = time.perf_counter()
+            step()
+            times[step].append(1e3 * (time.perf_counter() - start))
+    return ratio(times[ours][WARM_UP:], times[theirs][WARM_UP:])
