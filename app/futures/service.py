@@ -9,8 +9,7 @@ from typing import Literal, ParamSpec, TypeVar
 
 import orjson
 from anyio import CapacityLimiter, to_thread
-from sqlalchemy import select
-from sqlalchemy.orm import defer
+from sqlalchemy import bindparam, select
 
 from app.custom_losses import service as custom_losses
 from app.db import Database, database_clock
@@ -35,6 +34,21 @@ _JSON_THREADS = 2
 _BELIEVED_S = 1.0
 """How long a process believes what it saw of a pool's workers and of the gaps in a run's log."""
 _EVER = 2**31
+
+
+_FUTURE = (
+    select(
+        Operation.state,
+        Operation.error,
+        Operation.error_category,
+        Operation.result_kind,
+        Operation.result_blob,
+        Operation.result,
+    )
+    .join(Run, Run.id == Operation.model_id)
+    .where(Operation.request_id == bindparam("request_id"), Run.owner_id == bindparam("owner_id"))
+)
+"""Built once: building a statement costs more than running it, and every poll ends with this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +118,8 @@ class FutureService:
         return Answer.of("json", outcome.result)
 
     def _operation(self, owner_id: str, request_id: str, at_most: int | None) -> Answer | None:
-        query = (
-            select(Operation)
-            .join(Run, Run.id == Operation.model_id)
-            .where(Operation.request_id == request_id, Run.owner_id == owner_id)
-            .options(defer(Operation.body))
-        )
         with self._database.read() as session:
-            row = session.scalar(query)
+            row = session.execute(_FUTURE, {"request_id": request_id, "owner_id": owner_id}).one_or_none()
         if row is None:
             raise NotFound(f"request_id: there is no future {request_id!r}")
         if row.state == log.ACCEPTED:

@@ -1,10 +1,11 @@
 """Large request bodies on their way into the blob store while the request is still being checked.
 
-Writing 5 MB takes as long as checking it, and needs the interpreter as little as the checks need the disk.
+Writing and hashing 5 MB takes as long as checking it, and needs the interpreter as little as the checks need the disk.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ FOLDER = "bodies"
 _THREADS = 4
 
 
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 class Body:
     """A body that may be in the store already when it is accepted."""
 
@@ -24,7 +29,12 @@ class Body:
         self.data = data
         self._store = store
         self._early: Future[Payload] | None = None
+        self._hash: Future[str] | None = None
         self._taken = False
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the body."""
+        return self._hash.result() if self._hash else _sha256(self.data)
 
     def payload(self) -> Payload:
         """The stored body, durable before any row names it."""
@@ -32,6 +42,7 @@ class Body:
         return self._early.result() if self._early else self._store.keep(self.data)
 
     def _begin(self, threads: ThreadPoolExecutor) -> None:
+        self._hash = threads.submit(_sha256, self.data)
         self._early = threads.submit(self._store.keep, self.data)
 
     def _drop_if_unused(self) -> None:

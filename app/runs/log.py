@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import cast
 
 import orjson
-from sqlalchemy import Table, bindparam, exists, func, insert, literal_column, select, update
+from sqlalchemy import Table, bindparam, case, exists, func, insert, literal_column, select, update
 from sqlalchemy.orm import Session, aliased
 
 from app.db import utc_now
@@ -140,7 +140,7 @@ def unload(session: Session, model_id: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An operation as the planner sees it: no body."""
+    """An operation as the planner sees it. `small_body`: its body, if that is so small that it came along."""
 
     model_id: str
     seq_id: int
@@ -148,8 +148,10 @@ class Ready:
     state: str
     tokens: int
     body_bytes: int
+    small_body: bytes | None = field(default=None, compare=False, repr=False)
 
 
+_SMALL_BODY_BYTES = 1024
 _READY = (
     Operation.model_id,
     Operation.seq_id,
@@ -157,6 +159,7 @@ _READY = (
     Operation.state,
     Operation.tokens,
     Operation.body_bytes,
+    case((Operation.body_bytes <= _SMALL_BODY_BYTES, Operation.body)),
 )
 """The columns of `Ready`, in its order."""
 
@@ -212,14 +215,17 @@ def applied_operations(session: Session, model_id: str, after: int, upto: int) -
     return [Ready(*row) for row in session.execute(query)]
 
 
-def load_bodies(session: Session, blobs: BlobStore, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], bytes]:
-    """Bodies of the operations with these keys."""
-    if not keys:
-        return {}
-    rows = session.execute(_BODIES, {"request_ids": [request_id_of(*key) for key in keys]})
-    return {
-        (row.model_id, row.seq_id): blobs.get(row.body_blob) if row.body_blob else (row.body or b"") for row in rows
-    }
+def load_bodies(session: Session, blobs: BlobStore, operations: Iterable[Ready]) -> dict[tuple[str, int], bytes]:
+    """Bodies of these operations. Raises BlobMissing."""
+    bodies, others = {}, []
+    for operation in operations:
+        if operation.small_body is not None:
+            bodies[operation.model_id, operation.seq_id] = operation.small_body
+        else:
+            others.append(request_id_of(operation.model_id, operation.seq_id))
+    for row in session.execute(_BODIES, {"request_ids": others}) if others else ():
+        bodies[row.model_id, row.seq_id] = blobs.get(row.body_blob) if row.body_blob else (row.body or b"")
+    return bodies
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,6 @@ from app.wire import tinker_pb2 as pb
 from app.wire.training import (
     canonical_forward_backward,
     decode_forward_backward,
-    fingerprint_forward_backward,
 )
 from app.wire.training_json import encode_request
 
@@ -105,8 +104,7 @@ class RunService:
         with self._bodies.begin(canonical) as body:
             kind = "forward" if message.forward_only else "forward_backward"
             prepare = partial(self._prepare_batch, owner_id, message, body)
-            mark = fingerprint_forward_backward(canonical)
-            return self._submit(owner_id, message.model_id, message.seq_id, kind, mark, prepare)
+            return self._submit(owner_id, message.model_id, message.seq_id, kind, body.fingerprint, prepare)
 
     def _prepare_batch(
         self, owner_id: str, message: pb.ForwardBackwardRequest, body: Body, facts: RunFacts
@@ -140,7 +138,7 @@ class RunService:
             message = encode_request(data, model_id=model_id, seq_id=seq_id, forward_only=forward_only)
         except InvalidRequest as error:
             kind = "forward" if forward_only else "forward_backward"
-            return self._submit(owner_id, model_id, seq_id, kind, fingerprint(data), partial(_refuse, error))
+            return self._submit(owner_id, model_id, seq_id, kind, partial(fingerprint, data), partial(_refuse, error))
         return self.forward_backward(owner_id, message)
 
     def optim_step(self, owner_id: str, data: object) -> Submitted:
@@ -230,7 +228,8 @@ class RunService:
         def prepare(facts: RunFacts) -> Prepared:
             return Prepared(orjson.dumps(plan(owner_id, fields)))
 
-        return self._submit(owner_id, model_id, seq_id, kind, fingerprint(fields, without=without), prepare)
+        mark = fingerprint(fields, without=without)
+        return self._submit(owner_id, model_id, seq_id, kind, lambda: mark, prepare)
 
     def _submit(
         self,
@@ -238,7 +237,7 @@ class RunService:
         model_id: str,
         seq_id: int,
         kind: str,
-        mark: str,
+        mark: Callable[[], str],
         prepare: Callable[[RunFacts], Prepared],
     ) -> Submitted:
         facts = self._run_facts(owner_id, model_id)
@@ -255,9 +254,9 @@ class RunService:
         except (InvalidRequest, NotFound) as error:
             failure = Failure(error.detail, error.category)
         try:
-            return self._append(owner_id, model_id, seq_id, kind, mark, body, tokens, failure)
+            return self._append(owner_id, model_id, seq_id, kind, mark(), body, tokens, failure)
         except IntegrityError:  # the same request came twice at once; the other one is in the log now
-            return self._append(owner_id, model_id, seq_id, kind, mark, body, tokens, failure)
+            return self._append(owner_id, model_id, seq_id, kind, mark(), body, tokens, failure)
 
     def _append(
         self,

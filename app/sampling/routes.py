@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from app.deps import OwnerDep, ServicesDep, in_thread
 from app.json_route import StrictJsonRoute, large_body
+from app.responses import json_response
 from app.runs.openapi import json_body_of
 from app.runs.schemas import Future
 from app.sampling.schemas import (
@@ -44,8 +45,8 @@ async def get_sampler(sampler_id: str, owner_id: OwnerDep, services: ServicesDep
     return await in_thread(services.sampling.sampler, owner_id, sampler_id)
 
 
-@router.post("/asample", openapi_extra=json_body_of(Sample))
-async def asample(request: Request, owner_id: OwnerDep, services: ServicesDep) -> Future:
+@router.post("/asample", response_model=Future, openapi_extra=json_body_of(Sample))
+async def asample(request: Request, owner_id: OwnerDep, services: ServicesDep) -> Response:
     """Sample continuations of a prompt; the answer is a future, and an id for each sequence to come."""
     body = await large_body(Sample, request)
     submitted = await services.sampling.submit(owner_id, body)
@@ -53,4 +54,4 @@ async def asample(request: Request, owner_id: OwnerDep, services: ServicesDep) -
         services.waiters.expect(submitted.request_id, owner_id)
         services.accepted.add(submitted.request_id)
         services.doorbells.ring_sample(request_id=submitted.request_id, pool=submitted.pool)
-    return Future(request_id=submitted.request_id, sample_sequence_ids=submitted.sequence_ids)
+    return json_response({"request_id": submitted.request_id, "sample_sequence_ids": submitted.sequence_ids})

@@ -6,7 +6,6 @@ every field is one we know. What only the model can decide (token range, context
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 
@@ -48,14 +47,10 @@ def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def canonical_forward_backward(message: pb.ForwardBackwardRequest) -> bytes:
-    """The request's one serialised form: equal requests give equal bytes however their own were laid out."""
+    """The request's one serialised form: equal requests give equal bytes however their own were laid out, so that its
+    hash is a fingerprint of the decoded fields."""
     body: bytes = message.SerializeToString(deterministic=True)
     return body
-
-
-def fingerprint_forward_backward(canonical: bytes) -> str:
-    """SHA-256 of the canonical form, which stands for the decoded fields."""
-    return hashlib.sha256(canonical).hexdigest()
 
 
 def decode_forward_backward(message: pb.ForwardBackwardRequest) -> ForwardBackward:
@@ -63,26 +58,29 @@ def decode_forward_backward(message: pb.ForwardBackwardRequest) -> ForwardBackwa
     if len(message.data) > MAX_DATUMS:
         raise InvalidRequest(f"data: {len(message.data)} datums exceed the limit of {MAX_DATUMS}")
     _refuse_unknown(message, "forward_backward")
-    _check_sparse_size(message)
+    sparse = _SparseBudget()
     return ForwardBackward(
         model_id=message.model_id,
         seq_id=message.seq_id,
-        data=[_datum(datum, f"data[{i}]") for i, datum in enumerate(message.data)],
+        data=[_datum(datum, f"data[{i}]", sparse) for i, datum in enumerate(message.data)],
         loss_fn=message.loss_fn,
         loss_config=_loss_config(message),
         forward_only=message.forward_only,
     )
 
 
-def _check_sparse_size(message: pb.ForwardBackwardRequest) -> None:
-    total = 0
-    for i, datum in enumerate(message.data):
-        for name, tensor in datum.loss_fn_inputs.items():
-            if tensor.HasField("sparse_csr"):
-                total += _extent(tensor.shape)
-            if total > MAX_TENSOR_ELEMENTS:
-                where = f"data[{i}].loss_fn_inputs[{name!r}].shape"
-                raise InvalidRequest(f"{where}: all sparse arrays up to this one exceed {MAX_TENSOR_ELEMENTS} values")
+class _SparseBudget:
+    """What the dense forms of all sparse arrays of a request may still hold."""
+
+    def __init__(self) -> None:
+        self._left = MAX_TENSOR_ELEMENTS
+
+    def take(self, shape: Sequence[int], where: str) -> None:
+        """Before an array is made dense. Raises InvalidRequest when it is too much."""
+        self._left -= _extent(shape)
+        if self._left < 0:
+            limit = MAX_TENSOR_ELEMENTS
+            raise InvalidRequest(f"{where}.shape: all sparse arrays up to this one exceed {limit} values")
 
 
 def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -95,22 +93,26 @@ def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     return config
 
 
-def _datum(datum: pb.Datum, where: str) -> Datum:
+def _datum(datum: pb.Datum, where: str, sparse: _SparseBudget) -> Datum:
     _refuse_unknown(datum, where)
     parts = []
     for i, chunk in enumerate(datum.model_input):
         _refuse_unknown(chunk, f"{where}.model_input.chunks[{i}]")
-        _refuse_unknown(chunk.encoded_text, f"{where}.model_input.chunks[{i}]")
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             name = kind or "unknown"
             raise InvalidRequest(f"{where}.model_input.chunks[{i}]: {name} chunks are not supported, only encoded_text")
-        raw = chunk.encoded_text.tokens
+        text = chunk.encoded_text
+        _refuse_unknown(text, f"{where}.model_input.chunks[{i}]")
+        raw = text.tokens
         if len(raw) % 4:
             raise InvalidRequest(f"{where}.model_input.chunks[{i}].tokens: {len(raw)} bytes are not whole int32 values")
         parts.append(np.frombuffer(raw, "<i4"))
     tokens = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int32)
-    inputs = {name: _tensor(t, f"{where}.loss_fn_inputs[{name!r}]") for name, t in datum.loss_fn_inputs.items()}
+    inputs = {
+        name: _tensor(tensor, f"{where}.loss_fn_inputs[{name!r}]", sparse)
+        for name, tensor in datum.loss_fn_inputs.items()
+    }
     targets = inputs.get("target_tokens")
     n_targets = len(tokens) if targets is None or targets.ndim == 0 else len(targets)
     if bool(datum.model_input_spans) != bool(datum.loss_fn_input_spans):
@@ -146,22 +148,24 @@ def _spans(spans: Sequence[pb.ProvenanceSpan], n: int, where: str) -> Sequence[P
     return found
 
 
-def _tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
+def _tensor(tensor: pb.Tensor, where: str, sparse: _SparseBudget) -> np.ndarray:
     _refuse_unknown(tensor, where)
-    _refuse_unknown(tensor.sparse_csr, where)
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InvalidRequest(f"{where}.dtype: only float32 and int64 are supported")
-    if len(tensor.shape) > MAX_DIMENSIONS:
-        raise InvalidRequest(f"{where}.shape: {len(tensor.shape)} dimensions exceed the limit of {MAX_DIMENSIONS}")
     shape = tuple(tensor.shape)
-    if any(n < 0 for n in shape) or _extent(shape) > MAX_TENSOR_ELEMENTS:
+    if len(shape) > MAX_DIMENSIONS:
+        raise InvalidRequest(f"{where}.shape: {len(shape)} dimensions exceed the limit of {MAX_DIMENSIONS}")
+    if (shape and min(shape) < 0) or _extent(shape) > MAX_TENSOR_ELEMENTS:
         raise InvalidRequest(f"{where}.shape: {list(shape)} is not a usable shape")
-    if tensor.WhichOneof("encoding") == "sparse_csr":
+    if tensor.HasField("sparse_csr"):
+        _refuse_unknown(tensor.sparse_csr, where)
+        sparse.take(shape, where)
         return _csr(tensor.sparse_csr, dtype, shape, where)
-    if len(tensor.dense) % dtype.itemsize:
-        raise InvalidRequest(f"{where}: {len(tensor.dense)} bytes are not whole {dtype.name} values")
-    array = np.frombuffer(tensor.dense, dtype)
+    raw = tensor.dense
+    if len(raw) % dtype.itemsize:
+        raise InvalidRequest(f"{where}: {len(raw)} bytes are not whole {dtype.name} values")
+    array = np.frombuffer(raw, dtype)
     if not shape:
         return array
     if array.size != math.prod(shape):

@@ -22,7 +22,7 @@ from app.billing.meter import Meter
 from app.db import Database
 from app.futures.waiters import DONE_CHANNEL
 from app.runs import log
-from app.runs.log import Finished, Payload, request_id_of
+from app.runs.log import Finished, Payload, Ready, request_id_of
 from app.settings import Settings
 from app.storage.blobs import BlobMissing, BlobStore
 from workers.model.engine import Engine
@@ -166,7 +166,7 @@ class TrainLoop:
         self.progress.queued_tokens = sum(o.tokens for queue in queues for o in queue.operations)
         planned = plan(queues, pass_tokens=self._settings.pass_tokens, shares=self._shares)
         try:
-            return planned, log.load_bodies(session, self._blobs, _keys_with_bodies(planned))
+            return planned, log.load_bodies(session, self._blobs, _with_bodies(planned))
         except BlobMissing as error:
             logger.error("body_missing", operations=len(planned.operations), exc_info=error)
             return planned, None
@@ -275,6 +275,6 @@ class TrainLoop:
             logger.warning("notice_lost", error=type(error).__name__)
 
 
-def _keys_with_bodies(planned: Plan) -> list[tuple[str, int]]:
+def _with_bodies(planned: Plan) -> list[Ready]:
     operations = planned.control + planned.steps_before + planned.forward + planned.steps_after
-    return [(o.model_id, o.seq_id) for o in operations if o.state != log.FAILED]
+    return [operation for operation in operations if operation.state != log.FAILED]

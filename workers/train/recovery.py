@@ -68,7 +68,7 @@ def _replay(operation: Ready, slot: Slot, executor: Executor, database: Database
         return
     slots = {slot.run.id: slot}
     with database.read() as session:
-        bodies = log.load_bodies(session, blobs, [(operation.model_id, operation.seq_id)])
+        bodies = log.load_bodies(session, blobs, [operation])
     if operation.kind == STEP_KIND:
         effects = executor.step([operation], slots, bodies)
     elif operation.kind in PASS_KINDS:

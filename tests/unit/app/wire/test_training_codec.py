@@ -19,7 +19,6 @@ from app.wire.training import (
     canonical_forward_backward,
     decode_forward_backward,
     encode_output,
-    fingerprint_forward_backward,
     parse_forward_backward,
 )
 from app.wire.types import ForwardBackward, ForwardBackwardOutput, ProvenanceSpan
@@ -320,7 +319,7 @@ def test_equal_requests_have_equal_fingerprints_however_they_are_laid_out() -> N
     second.ClearField("seq_id")
     second.ClearField("loss_fn")
     marks = {
-        fingerprint_forward_backward(canonical_forward_backward(parse_forward_backward(body)))
+        canonical_forward_backward(parse_forward_backward(body))
         for body in (first.SerializeToString(), reordered + second.SerializeToString())
     }
     assert len(marks) == 1
@@ -331,7 +330,7 @@ def test_equal_requests_have_equal_fingerprints_however_they_are_laid_out() -> N
 )
 def test_another_request_has_another_fingerprint(fields: dict[str, object]) -> None:
     bodies = message().SerializeToString(), message(**fields).SerializeToString()
-    marks = {fingerprint_forward_backward(canonical_forward_backward(parse_forward_backward(body))) for body in bodies}
+    marks = {canonical_forward_backward(parse_forward_backward(body)) for body in bodies}
     assert len(marks) == 2
 
 
