@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -116,6 +117,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
     services.doorbells.start()
     services.waiters.start()
+    gc.collect()
+    gc.freeze()  # what was made at start stays; collections need not look at it again and again
     with before_exit(services.waiters.release):
         yield
     await services.waiters.stop()

@@ -115,14 +115,16 @@ async def handlers(rounds: int) -> dict[str, list[float]]:
         _, created = await ask(app, "create_session", b'{"tags": []}', "application/json")
         run = {"session_id": created["session_id"], "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
         _, future = await ask(app, "create_model", json.dumps(run).encode(), "application/json")
-        seq_id = 0
-        for _ in range(rounds):
-            for name, size in (("4 KiB", 4 << 10), ("64 KiB", 64 << 10), ("5 MB", 5_000_000)):
-                seq_id += 1
-                body = batch(future["model_id"], seq_id, size, rng)
-                ms, _ = await ask(app, "forward_backward", body, "application/x-protobuf", "zstd")
-                taken.setdefault(f"forward_backward of {name}", []).append(ms)
-            seq_id += 1
+        sizes = (("4 KiB", 4 << 10), ("64 KiB", 64 << 10), ("5 MB", 5_000_000))
+        bodies = [
+            (f"forward_backward of {name}", batch(future["model_id"], 3 * i + j + 1, size, rng))
+            for i in range(rounds)
+            for j, (name, size) in enumerate(sizes)
+        ]
+        for name, body in sorted(bodies, key=lambda named: named[0]):
+            ms, _ = await ask(app, "forward_backward", body, "application/x-protobuf", "zstd")
+            taken.setdefault(name, []).append(ms)
+        for seq_id in range(len(bodies) + 1, len(bodies) + 1 + 4 * rounds):
             step = {"model_id": future["model_id"], "seq_id": seq_id, "adam_params": {"learning_rate": 1e-3}}
             ms, _ = await ask(app, "optim_step", json.dumps(step).encode(), "application/json")
             taken.setdefault("optim_step", []).append(ms)
