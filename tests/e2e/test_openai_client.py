@@ -169,7 +169,7 @@ def sampled_tokens(service: Service, key: str) -> int:
 def test_what_a_client_gives_up_is_neither_sampled_to_its_end_nor_billed(
     client: OpenAI, service: Service, key: str
 ) -> None:
-    fields: Any = {"model": MODEL, "prompt": "Hi", "max_tokens": 600, "n": 4}
+    fields: Any = {"model": MODEL, "prompt": "Hi", "max_tokens": 1900, "n": 8}
     with client.completions.create(stream=True, **fields) as stream:
         next(iter(stream))
     with pytest.raises(openai.APITimeoutError):

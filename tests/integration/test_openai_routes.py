@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ class TellingEngine(HeldEngine):
 @pytest.fixture
 def chat_api(api: Api) -> Api:
     """The service, with a tokenizer of its model in the blob store."""
-    tokenizer = hugging_face("byte_level")
+    tokenizer = copy.deepcopy(hugging_face("byte_level"))  # which is shared
     tokenizer.chat_template = CHAT_TEMPLATE
     packed = pack_tokenizer(tokenizer, (END,))
     assert packed is not None

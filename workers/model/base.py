@@ -148,7 +148,7 @@ class BaseModel:
             architecture=type(self.model).__name__,
             vocab_size=self.lm_head.out_features,
             context_length=int(config.max_position_embeddings),
-            config_hash=config_hash(self.model.config.to_dict()),
+            config_hash=config_hash(self.model.config.to_dict() | {"class": type(self.model).__name__}),
             hidden_size=self.lm_head.in_features,
             extra={
                 "dtype": str(self.dtype).removeprefix("torch."),
@@ -201,6 +201,6 @@ def check_logits_are_plain(architecture: str, config: PreTrainedConfig) -> None:
 
 def config_hash(config: dict[str, Any]) -> str:
     """SHA-256 (hex) of a model configuration without what does not change the function that it computes."""
-    ignored = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+    ignored = {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
     kept = {key: value for key, value in config.items() if key not in ignored}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()

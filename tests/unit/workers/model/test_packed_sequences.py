@@ -7,16 +7,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import structlog
 import torch
 import torch.nn.functional as F
-from structlog.testing import capture_logs
+from structlog.testing import LogCapture
 from torch import Tensor
 from transformers import DynamicCache
 
 from app.wire.types import ForwardBackwardOutput
 from tests.unit.workers.model import model_reference as reference
 from tests.unit.workers.model.families import FAMILIES, plain
-from workers.model import attention
+from workers.model import attention, preparation
 from workers.model.attention import Kind, Packing
 from workers.model.base import BaseModel
 from workers.model.forward import Work, run_pass
@@ -24,8 +25,19 @@ from workers.model.preparation import CannotPrepare, Preparation, prepare
 
 HYBRID = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
 RANKS = (1, 64, 8, 3)
+Logs = list[structlog.typing.EventDict]
 Machine = Callable[[attention.Varlen], None]
 AUTO, FLASH = Preparation(), Preparation("flash", "off")
+
+
+@pytest.fixture
+def logs(monkeypatch: pytest.MonkeyPatch) -> Logs:
+    """What the preparation logs, however logging was configured before."""
+    capture = LogCapture()
+    monkeypatch.setattr(
+        preparation, "logger", structlog.wrap_logger(None, processors=[capture], wrapper_class=structlog.BoundLogger)
+    )
+    return capture.entries
 
 
 def works_of(base: BaseModel) -> list[Work]:
@@ -122,11 +134,12 @@ def test_calls_without_a_packing_are_what_they_were_bit_for_bit(name: str) -> No
 
 
 @pytest.mark.parametrize("name", HYBRID)
-def test_models_with_a_running_state_are_padded_and_the_log_says_so(name: str, machine_with: Machine) -> None:
+def test_models_with_a_running_state_are_padded_and_the_log_says_so(
+    name: str, machine_with: Machine, logs: Logs
+) -> None:
     machine_with(reference_kernel)
     base = BaseModel(plain(name), name)
-    with capture_logs() as logs:
-        prepare(base, FLASH)
+    prepare(base, FLASH)
     assert base.attention == "padded"
     (left_out,) = (line for line in logs if line["event"] == "packed_attention_left_out")
     assert left_out["kind"] == "flash" and "linear_attention" in left_out["reason"]
@@ -154,20 +167,18 @@ def test_a_kernel_that_agrees_is_used(machine_with: Machine) -> None:
     assert base.attention == "flash"
 
 
-def test_a_kernel_that_mixes_sequences_is_not_used(machine_with: Machine) -> None:
+def test_a_kernel_that_mixes_sequences_is_not_used(machine_with: Machine, logs: Logs) -> None:
     machine_with(kernel_that_forgets_bounds)
     base = BaseModel(plain("qwen3"), "qwen3")
-    with capture_logs() as logs:
-        prepare(base, FLASH)
+    prepare(base, FLASH)
     assert base.attention == "padded"
     assert "differ" in logs[0]["reason"]
 
 
-def test_a_kernel_without_sinks_is_not_used_where_the_model_has_some(machine_with: Machine) -> None:
+def test_a_kernel_without_sinks_is_not_used_where_the_model_has_some(machine_with: Machine, logs: Logs) -> None:
     machine_with(reference_kernel)
     base = BaseModel(plain("gpt-oss"), "gpt-oss")
-    with capture_logs() as logs:
-        prepare(base, FLASH)
+    prepare(base, FLASH)
     assert base.attention == "padded"
     assert "sinks" in logs[0]["reason"]
 
