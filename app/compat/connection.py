@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 SILENCE_S = 15.0
 """A stream says something at least so often, so that no proxy takes it for dead."""
+_CANCEL_AGAIN_S = 1.0
+"""Longer than work needs to tidy up after itself, which a second cancellation would interrupt."""
 _DONE = b"data: [DONE]\n\n"
 _ALIVE = b": alive\n\n"
 
@@ -36,9 +38,11 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientGone
         return working.result()
     finally:
-        leaving.cancel()
-        working.cancel()
-        await asyncio.wait({working, leaving})
+        running = {working, leaving}
+        while running:  # a cancellation that meets an answer of Redis can be lost
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=_CANCEL_AGAIN_S)
 
 
 async def _disconnection(receive: Receive) -> None:
