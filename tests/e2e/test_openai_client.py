@@ -166,6 +166,7 @@ def sampled_tokens(service: Service, key: str) -> int:
     return sum(e["event_info"]["token_count"] for e in events if e["event_info"]["type"] == "sampling_sample")
 
 
+@pytest.mark.slow
 def test_what_a_client_gives_up_is_neither_sampled_to_its_end_nor_billed(tmp_path: Path, key: str) -> None:
     service = Service(tmp_path / "data")
     service.start()
