@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import orjson
@@ -38,11 +38,16 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientGone
         return working.result()
     finally:
-        running = {working, leaving}
-        while running:  # a cancellation that meets an answer of Redis can be lost
-            for task in running:
-                task.cancel()
-            _, running = await asyncio.wait(running, timeout=_CANCEL_AGAIN_S)
+        await end_all([working, leaving])
+
+
+async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks until they have ended: a cancellation that meets an answer of Redis can be lost."""
+    running = {task for task in tasks if not task.done()}
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=_CANCEL_AGAIN_S)
 
 
 async def _disconnection(receive: Receive) -> None:

@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 
 from app.compat.answers import ChatChoice, ChoiceShape, CompletionChoice, Envelope, Used
 from app.compat.choices import Choice
-from app.compat.connection import Emit
+from app.compat.connection import Emit, end_all
 from app.compat.outcomes import Outcome, Score, SequenceOutcome, read_response
 from app.compat.prompts import (
     Prompt,
@@ -130,13 +130,14 @@ class CompatService:
     async def stream(self, asked: Asked, samples: Sequence[DirectSample], emit: Emit) -> None:
         """Tell the answer as it grows. Whoever is cancelled here gives the samples up."""
         used = Used()
+        relays = [
+            asyncio.create_task(_Relay(asked, place, emit).run(self._direct, sample, used))
+            for place, sample in enumerate(samples)
+        ]
         try:
-            async with asyncio.TaskGroup() as group:
-                for place, sample in enumerate(samples):
-                    group.create_task(_Relay(asked, place, emit).run(self._direct, sample, used))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
+            await asyncio.gather(*relays)  # which passes every cancellation on; a TaskGroup would only pass the first
         finally:
+            await end_all(relays)
             await self._close(samples)
         if asked.body.include_usage:
             await emit(asked.envelope.chunk([], usage=used.as_json()))
