@@ -32,8 +32,8 @@ from app.wire import json_text
 
 _MAX_JSON_BYTES = 2**25
 """Only batches are larger; in memory JSON may take twenty times its size."""
-_SMALL_JSON_BYTES = 2**18
-"""Larger ones are parsed away from the event loop."""
+SMALL_JSON_BYTES = 2**16
+"""Larger ones are parsed, and checked, away from the event loop."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ async def json_body(request: Request) -> Any:
     raw = await request.body()
     if len(raw) > _MAX_JSON_BYTES:
         raise TooLarge(f"body: JSON of more than {_MAX_JSON_BYTES} bytes")
-    if len(raw) > _SMALL_JSON_BYTES:
+    if len(raw) > SMALL_JSON_BYTES:
         return await in_thread(parse_json, raw)
     try:
         return orjson.loads(raw)

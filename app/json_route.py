@@ -7,6 +7,7 @@ and which no store, and no answer, can hold later.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request, Response
@@ -14,10 +15,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from app.deps import in_thread, json_body
+from app.deps import SMALL_JSON_BYTES, in_thread, json_body
 from app.errors import InvalidRequest, TooLarge
 
 Schema = TypeVar("Schema", bound=BaseModel)
+T = TypeVar("T")
 
 
 class StrictJsonRequest(Request):
@@ -46,15 +48,17 @@ class StrictJsonRoute(APIRoute):
         return strict
 
 
-_AT_ONCE_BYTES = 64 * 2**10
+async def checked_body(request: Request, check: Callable[[Any], T]) -> T:
+    """What `check` makes of a JSON body; both away from the event loop if the body is large."""
+    data = await json_body(request)
+    if len(await request.body()) > SMALL_JSON_BYTES:
+        return await in_thread(check, data)
+    return check(data)
 
 
 async def large_body(schema: type[Schema], request: Request) -> Schema:
-    """A body that may be large, checked away from the event loop if it is. Errors are as those of declared bodies."""
-    data = await json_body(request)
-    if len(await request.body()) > _AT_ONCE_BYTES:
-        return await in_thread(_checked, schema, data)
-    return _checked(schema, data)
+    """A body that may be large. Errors are as those of declared bodies."""
+    return await checked_body(request, partial(_checked, schema))
 
 
 def _checked(schema: type[Schema], data: Any) -> Schema:

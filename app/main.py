@@ -78,6 +78,7 @@ def make_services(settings: Settings, database: Database) -> Services:
     )
     subscription = Redis.from_url(settings.redis_url, socket_connect_timeout=1.0, socket_keepalive=True)
     blobs = get_blob_store()
+    keys = KeyRing(database, settings)
     inbox = SampleInbox(
         redis,
         max_waiting=settings.max_waiting_samples,
@@ -97,9 +98,9 @@ def make_services(settings: Settings, database: Database) -> Services:
         settings=settings,
         database=database,
         redis=redis,
-        keys=KeyRing(database, settings),
+        keys=keys,
         doorbells=doorbells,
-        runs=RunService(database, blobs, settings),
+        runs=RunService(database, blobs, settings, keys),
         downloads=Downloads(database, blobs, settings),
         traces=Traces(database, settings),
         sampling=SamplingService(database, inbox),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import orjson
+from functools import partial
+
 import structlog
 from fastapi import APIRouter, Request, Response
 
@@ -13,16 +14,14 @@ from app.compat.errors import code_of, error_body
 from app.compat.schemas import B, ChatBody, CompletionBody, parse
 from app.compat.service import Asked
 from app.deps import Services, ServicesDep, in_thread
-from app.errors import InvalidRequest, TinworksError, TooLarge
+from app.errors import TinworksError
+from app.json_route import checked_body
 from app.responses import json_response
 from app.runs.openapi import json_body_of
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 log = structlog.get_logger(__name__)
 
-_MOST_BYTES = 32 * 2**20
-_SMALL_BYTES = 2**16
-"""Larger bodies are checked away from the event loop."""
 _CLIENT_GONE = 499
 """Nobody reads it; nginx's number for a request that its client gave up."""
 
@@ -66,18 +65,7 @@ async def get_model(name: str, owner_id: CompatOwnerDep, services: ServicesDep) 
 
 
 async def _body(request: Request, kind: type[B]) -> B:
-    raw = await request.body()
-    if len(raw) > _MOST_BYTES:
-        raise TooLarge(f"body: more than {_MOST_BYTES} bytes")
-    return await in_thread(_parsed, raw, kind) if len(raw) > _SMALL_BYTES else _parsed(raw, kind)
-
-
-def _parsed(raw: bytes, kind: type[B]) -> B:
-    try:
-        found = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest("body: not valid JSON") from error
-    return parse(kind, found)
+    return await checked_body(request, partial(parse, kind))
 
 
 async def _sampled(request: Request, services: Services, asked: Asked) -> Response:

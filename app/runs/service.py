@@ -79,12 +79,12 @@ class Prepared:
 class RunService:
     """Training requests of one API process."""
 
-    def __init__(self, database: Database, blobs: BlobStore, settings: Settings) -> None:
+    def __init__(self, database: Database, blobs: BlobStore, settings: Settings, keys: KeyRing) -> None:
         self._database = database
         self._blobs = blobs
         self._facts: dict[str, RunFacts] = {}
         self._lock = threading.Lock()
-        self._keys = KeyRing(database, settings)
+        self._keys = keys
         self._bodies = BodyStore(blobs, settings)
         self._creation = RunCreation(database, settings, self._keys)
 
@@ -100,6 +100,7 @@ class RunService:
 
     def forward_backward(self, owner_id: str, message: pb.ForwardBackwardRequest) -> Submitted:
         """`forward_backward` and `forward`."""
+        self._run_facts(owner_id, message.model_id)  # nothing is stored for a run that is not the owner's
         canonical = canonical_forward_backward(message)
         with self._bodies.begin(canonical) as body:
             kind = "forward" if message.forward_only else "forward_backward"

@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from app.accounts.key_ring import KeyRing
 from app.checkpoints.models import Checkpoint
 from app.db import Database, database_clock
 from app.fleet.service import NameOfModel, register_model
@@ -288,7 +289,7 @@ class Lab:
         self.blobs = LocalBlobStore(self.blob_folder)
         values: dict[str, Any] = {"database_url": database.url, "data_dir": folder, "lease_s": 3600.0}
         self.settings = Settings(**values | settings)
-        self.service = RunService(database, self.blobs, self.settings)
+        self.service = RunService(database, self.blobs, self.settings, KeyRing(database, self.settings))
         self.base = tiny_base()
         self.redis = FakeRedis()
         self._notices = self.redis.pubsub(ignore_subscribe_messages=True)
