@@ -23,7 +23,8 @@ unload = posted("unload_model", model_id="$spare_run", type="unload_model")
 weights_info = posted("weights_info", tinker_path="$weights")
 telemetry = posted("telemetry", events=[], platform="x", sdk_version="0.38.0", session_id="x", process_uuid="x")
 client_config = posted("client/config", sdk_version="0.38.0")
-BILLING, NOW = queried("billing/usage/events"), hours(1, 1)
+BILLING, NOW = queried("billing/usage/events"), hours(1, 3)
+"""The window is reckoned when the tests are collected, and must hold for as long as they take."""
 FACTS = "what a client says about itself; nothing is decided by it"
 UNSHARED = "nobody can share a session, so the accessible ones are one's own"
 EVENT = {"event": "GENERIC_EVENT", "event_id": "1", "event_session_index": 0, "severity": "INFO"}

@@ -137,6 +137,21 @@ def _kill_all(processes: list[RoleProcess]) -> None:
         process.kill()
 
 
+def test_a_doorbell_costs_redis_one_push_and_one_pop(deployment: Deployment, client: tinker.ServiceClient) -> None:
+    """Celery's notes of what is not acknowledged yet (`unacked`, a set and a hash) would be two round trips more."""
+    run = client.create_lora_training_client(base_model=POOL, rank=4).result(60)
+
+    def notes() -> int:
+        calls = deployment.redis.info("commandstats")
+        return sum(calls.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("hset", "hdel"))
+
+    before = notes()
+    for _ in range(STEPS):
+        run.optim_step(types.AdamParams()).result(60)
+    assert notes() - before < STEPS / 2
+    assert deployment.redis.hlen("unacked") == 0
+
+
 def test_a_made_key_trains_saves_and_samples(
     deployment: Deployment, client: tinker.ServiceClient, sampler: tinker.SamplingClient
 ) -> None:
