@@ -102,8 +102,8 @@ def _start(instance: Any, **kwargs: Any) -> None:
 
 
 def _doorbells(name: str) -> Queue:
-    """A queue whose messages are gone once they are read: two round trips to Redis less for each. One that dies with its
-    worker is not missed, since the log and the claims say what there is to do.
+    """A queue whose messages are gone once they are read, which saves two round trips to Redis for each. One that dies
+    with its worker is not missed, since the log and the claims say what there is to do.
     """
     return Queue(name, no_ack=True)
 
