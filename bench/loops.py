@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import peft
 import torch
-from transformers import PreTrainedModel, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM
 
 from app.wire.types import Datum
 from workers.model.adapter import Adapter
 from workers.model.base import BaseModel
 from workers.model.forward import Work, run_pass
+from workers.model.tiny import make_model, make_tokenizer
 
 ATTENTION_AND_HEAD = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def model_of(folder: Path | None) -> PreTrainedModel:
+    """The model in a folder, in float32; without one the tiny model."""
+    if folder is None:
+        return make_model(make_tokenizer())
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def datums(lengths: Sequence[int], vocab_size: int, *, unweighted: float = 0.0, seed: int = 0) -> list[Datum]:

@@ -1,10 +1,11 @@
 """The memory that a forward and backward of one datum of 2048 tokens takes beside the loaded model.
 
-    python bench/train_memory.py [--runs 5] [--layers 4] [--vocab 2048]
+    python bench/train_memory.py [--runs 5] [--layers 4] [--vocab 2048] [--model FOLDER]
 
-A Qwen3 as wide as the tiny model. Each side runs in a process of its own, which reads from the kernel how far its
-resident memory rose above what it was with the model loaded and one short datum done. The ratio is ours to that of
-PEFT's loop, with its 95 % interval, without gradient checkpointing and with it on our side; the bar is 0.5. Linux only.
+A Qwen3 as wide as the tiny model, or the model in a folder. Each side runs in a process of its own, which reads from
+the kernel how far its resident memory rose above what it was with the model loaded and one short datum done. The ratio
+is ours to that of PEFT's loop, with its 95 % interval, without gradient checkpointing and with it on our side; the bar
+is 0.5. Linux only.
 """
 
 from __future__ import annotations
@@ -14,18 +15,17 @@ import ctypes
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from loops import datums, our_step, peft_step, with_peft
+from loops import datums, model_of, our_step, peft_step, with_peft
 from pairs import ratio
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from app.wire.types import LoraConfig
 from workers.model.base import BaseModel
 from workers.model.preparation import Preparation, prepare
-from workers.model.tiny import make_model, make_tokenizer
 
 TOKENS, RANK, BAR = 2048, 8, 0.5
 
@@ -46,12 +46,17 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def measure(side: str, layers: int, vocab: int, checkpoint: bool) -> float:
+def random_model(layers: int, vocab: int) -> PreTrainedModel:
+    """As wide as the tiny model."""
+    config = model_of(None).config
+    config.num_hidden_layers, config.vocab_size, config.layer_types = layers, vocab, ["full_attention"] * layers
+    return Qwen3ForCausalLM(config).eval()
+
+
+def measure(side: str, model: PreTrainedModel, checkpoint: bool) -> float:
     """MiB of one side, in this process."""
     torch.set_num_threads(1)
-    config = make_model(make_tokenizer()).config
-    config.num_hidden_layers, config.vocab_size, config.layer_types = layers, vocab, ["full_attention"] * layers
-    model = Qwen3ForCausalLM(config).eval()
+    vocab = model.config.vocab_size
     short, long = datums([8], vocab), datums([TOKENS], vocab)
     if side == "peft":
         wrapped = with_peft(model, RANK)
@@ -65,10 +70,10 @@ def measure(side: str, layers: int, vocab: int, checkpoint: bool) -> float:
     return risen_mib(steps[1])
 
 
-def measured(side: str, layers: int, vocab: int, checkpoint: bool) -> float:
+def measured(side: str, shape: Sequence[str], checkpoint: bool) -> float:
     """MiB of one side, in a process of its own."""
-    command = [sys.executable, __file__, "--side", side, "--layers", str(layers), "--vocab", str(vocab)]
-    finished = subprocess.run(command + ["--checkpoint"] * checkpoint, check=True, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, __file__, "--side", side, *shape, *["--checkpoint"] * checkpoint]
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return float(finished.stdout.split()[-1])
 
 
@@ -78,19 +83,22 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--checkpoint", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=["peft", "tinworks"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    shape = (arguments.layers, arguments.vocab)
     if arguments.side:
-        print(measure(arguments.side, *shape, arguments.checkpoint))
+        model = model_of(arguments.model) if arguments.model else random_model(arguments.layers, arguments.vocab)
+        print(measure(arguments.side, model, arguments.checkpoint))
         return
-    print(f"tokens={TOKENS} layers={arguments.layers} vocab={arguments.vocab} runs={arguments.runs}")
+    shape = ["--layers", str(arguments.layers), "--vocab", str(arguments.vocab)]
+    shape = ["--model", str(arguments.model)] if arguments.model else shape
+    print(f"tokens={TOKENS} {' '.join(shape)} runs={arguments.runs}")
     for name, checkpoint in (("memory", False), ("memory, checkpointed", True)):
         ours, theirs = [], []
         for _ in range(arguments.runs):
-            ours.append(measured("tinworks", *shape, checkpoint))
-            theirs.append(measured("peft", *shape, False))
+            ours.append(measured("tinworks", shape, checkpoint))
+            theirs.append(measured("peft", shape, False))
         share = ratio(theirs, ours)
         print(f"{name:20} {share}  bar {BAR}  ours {share.theirs:.1f} MiB, against {share.ours:.1f} MiB", flush=True)
 

@@ -1,9 +1,9 @@
 """What micro-batches, zero weights and many tenants do for a training pass: one ratio of speeds a line.
 
-    python bench/train_ratios.py [--threads 1] [--pairs 30] [--only NAME …]
+    python bench/train_ratios.py [--threads 1] [--pairs 30] [--only NAME …] [--model FOLDER]
 
-The Qwen3 of a million parameters, cross-entropy, adapters on all linear layers and the unembedding. Each ratio is how
-many times as fast ours is, with its 95 % interval and the bar that it is held against.
+The Qwen3 of a million parameters, or the model in a folder; cross-entropy, adapters on all linear layers and the
+unembedding. Each ratio is how many times as fast ours is, with its 95 % interval and the bar that it is held against.
 
 zero-weights    8 sequences of 64 tokens, three quarters of them without weight; against PEFT's loop
 ragged          32 sequences of 16 … 256 tokens; against PEFT's loop over 8 padded sequences at a time
@@ -17,10 +17,11 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
-from loops import check_same_loss, datums, our_step, peft_step, with_peft
+from loops import check_same_loss, datums, model_of, our_step, peft_step, with_peft
 from pairs import Ratio, timed
 from transformers import PreTrainedModel
 
@@ -29,7 +30,6 @@ from workers.model.base import BaseModel
 from workers.model.engine import SoloEngine
 from workers.model.forward import Work
 from workers.model.optim import fresh_state
-from workers.model.tiny import make_model, make_tokenizer
 
 RANK = 8
 MIXED_RANKS = (4, 8, 16, 64)
@@ -116,10 +116,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    model = make_model(make_tokenizer())
+    model = model_of(arguments.model)
     print(f"threads={arguments.threads} pairs={arguments.pairs}")
     for name in arguments.only:
         case, bar = CASES[name]
