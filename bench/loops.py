@@ -14,10 +14,12 @@ from app.wire.types import Datum
 from workers.model.adapter import Adapter
 from workers.model.base import BaseModel
 from workers.model.forward import Work, run_pass
+from workers.model.preparation import Preparation, prepare
 from workers.model.tiny import make_model, make_tokenizer
 
 ATTENTION_AND_HEAD = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+MICRO_BATCH_TOKENS = 4096
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -88,8 +90,14 @@ def peft_step(wrapped: peft.PeftModel, data: Sequence[Datum], *, batch: int | No
     return step
 
 
+def our_base(model: PreTrainedModel) -> tuple[BaseModel, int]:
+    """The model as a train worker prepares it on a CPU, and how many tokens its micro-batches have."""
+    base = BaseModel(model, "bench")
+    return base, min(MICRO_BATCH_TOKENS, prepare(base, Preparation("padded")) or MICRO_BATCH_TOKENS)
+
+
 def our_step(
-    base: BaseModel, runs: Sequence[tuple[Adapter, Sequence[Datum]]], *, micro_batch_tokens: int = 4096
+    base: BaseModel, runs: Sequence[tuple[Adapter, Sequence[Datum]]], *, micro_batch_tokens: int = MICRO_BATCH_TOKENS
 ) -> Callable[[], float]:
     """One pass of all runs, from arrays to arrays; returns the sum of their losses."""
 

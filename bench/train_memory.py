@@ -1,11 +1,11 @@
 """The memory that a forward and backward of one datum of 2048 tokens takes beside the loaded model.
 
-    python bench/train_memory.py [--runs 5] [--layers 4] [--vocab 2048] [--model FOLDER]
+    python bench/train_memory.py [--runs 5] [--layers 4] [--vocab 2048] [--model FOLDER] [--checkpointing off auto on]
 
 A Qwen3 as wide as the tiny model, or the model in a folder. Each side runs in a process of its own, which reads from
 the kernel how far its resident memory rose above what it was with the model loaded and one short datum done. The ratio
-is ours to that of PEFT's loop, with its 95 % interval, without gradient checkpointing and with it on our side; the bar
-is 0.5. Linux only.
+is ours to that of PEFT's loop, which never checkpoints, with its 95 % interval, for each setting of our gradient
+checkpointing; `auto` is what a worker does by itself. The bar is 0.5. Linux only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def random_model(layers: int, vocab: int) -> PreTrainedModel:
     return Qwen3ForCausalLM(config).eval()
 
 
-def measure(side: str, model: PreTrainedModel, checkpoint: bool) -> float:
+def measure(side: str, model: PreTrainedModel, checkpointing: str) -> float:
     """MiB of one side, in this process."""
     torch.set_num_threads(1)
     vocab = model.config.vocab_size
@@ -63,16 +63,16 @@ def measure(side: str, model: PreTrainedModel, checkpoint: bool) -> float:
         steps = [peft_step(wrapped, data) for data in (short, long)]
     else:
         base = BaseModel(model, "tiny")
-        prepare(base, Preparation("padded", "on" if checkpoint else "off"))
+        prepare(base, Preparation("padded", checkpointing))
         adapter = base.new_adapter(LoraConfig(rank=RANK, seed=0))
         steps = [our_step(base, [(adapter, data)]) for data in (short, long)]
     steps[0]()
     return risen_mib(steps[1])
 
 
-def measured(side: str, shape: Sequence[str], checkpoint: bool) -> float:
+def measured(side: str, shape: Sequence[str], checkpointing: str) -> float:
     """MiB of one side, in a process of its own."""
-    command = [sys.executable, __file__, "--side", side, *shape, *["--checkpoint"] * checkpoint]
+    command = [sys.executable, __file__, "--side", side, *shape, "--checkpointing", checkpointing]
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return float(finished.stdout.split()[-1])
 
@@ -84,23 +84,24 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--checkpoint", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--checkpointing", nargs="+", choices=["off", "auto", "on"], default=["off", "auto", "on"])
     parser.add_argument("--side", choices=["peft", "tinworks"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:
         model = model_of(arguments.model) if arguments.model else random_model(arguments.layers, arguments.vocab)
-        print(measure(arguments.side, model, arguments.checkpoint))
+        print(measure(arguments.side, model, *arguments.checkpointing))
         return
     shape = ["--layers", str(arguments.layers), "--vocab", str(arguments.vocab)]
     shape = ["--model", str(arguments.model)] if arguments.model else shape
     print(f"tokens={TOKENS} {' '.join(shape)} runs={arguments.runs}")
-    for name, checkpoint in (("memory", False), ("memory, checkpointed", True)):
+    for checkpointing in arguments.checkpointing:
         ours, theirs = [], []
         for _ in range(arguments.runs):
-            ours.append(measured("tinworks", shape, checkpoint))
-            theirs.append(measured("peft", shape, False))
+            ours.append(measured("tinworks", shape, checkpointing))
+            theirs.append(measured("peft", shape, checkpointing))
         share = ratio(theirs, ours)
-        print(f"{name:20} {share}  bar {BAR}  ours {share.theirs:.1f} MiB, against {share.ours:.1f} MiB", flush=True)
+        sizes = f"ours {share.theirs:.1f} MiB, against {share.ours:.1f} MiB"
+        print(f"checkpointing {checkpointing:4} {share}  bar {BAR}  {sizes}", flush=True)
 
 
 if __name__ == "__main__":

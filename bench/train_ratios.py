@@ -21,19 +21,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from loops import check_same_loss, datums, model_of, our_step, peft_step, with_peft
+from loops import check_same_loss, datums, model_of, our_base, our_step, peft_step, with_peft
 from pairs import Ratio, timed
 from transformers import PreTrainedModel
 
 from app.wire.types import AdamParams, Datum, LoraConfig
-from workers.model.base import BaseModel
 from workers.model.engine import SoloEngine
 from workers.model.forward import Work
 from workers.model.optim import fresh_state
 
 RANK = 8
 MIXED_RANKS = (4, 8, 16, 64)
-MICRO_BATCH_TOKENS = 4096
 
 Case = Callable[[PreTrainedModel, int], Ratio]
 
@@ -51,8 +49,8 @@ def ragged(model: PreTrainedModel, pairs: int) -> Ratio:
 
 
 def _against_peft(model: PreTrainedModel, data: list[Datum], pairs: int, batch: int | None) -> Ratio:
-    base = BaseModel(copy.deepcopy(model), "tiny")
-    ours = our_step(base, [(base.new_adapter(LoraConfig(rank=RANK, seed=0)), data)])
+    base, at_once = our_base(copy.deepcopy(model))
+    ours = our_step(base, [(base.new_adapter(LoraConfig(rank=RANK, seed=0)), data)], micro_batch_tokens=at_once)
     theirs = peft_step(with_peft(copy.deepcopy(model), RANK), data, batch=batch)
     check_same_loss(ours, theirs)
     return timed(ours, theirs, pairs)
@@ -69,12 +67,14 @@ def mixed_ranks(model: PreTrainedModel, pairs: int) -> Ratio:
 
 
 def _against_one_tenant(model: PreTrainedModel, ranks: list[int], pairs: int) -> Ratio:
-    base = BaseModel(copy.deepcopy(model), "tiny")
+    base, at_once = our_base(copy.deepcopy(model))
     data = datums([64] * 64, model.config.vocab_size)
     adapters = [base.new_adapter(LoraConfig(rank=rank, seed=i)) for i, rank in enumerate(ranks)]
     share = len(data) // len(adapters)
-    many = our_step(base, [(adapter, data[i * share :][:share]) for i, adapter in enumerate(adapters)])
-    one = our_step(base, [(base.new_adapter(LoraConfig(rank=sum(ranks) // len(ranks), seed=0)), data)])
+    shares = [(adapter, data[i * share :][:share]) for i, adapter in enumerate(adapters)]
+    many = our_step(base, shares, micro_batch_tokens=at_once)
+    mean = base.new_adapter(LoraConfig(rank=sum(ranks) // len(ranks), seed=0))
+    one = our_step(base, [(mean, data)], micro_batch_tokens=at_once)
     check_same_loss(many, one)
     return timed(many, one, pairs)
 
@@ -87,7 +87,8 @@ def residents(model: PreTrainedModel, pairs: int) -> Ratio:
 
 def _step_among(model: PreTrainedModel, data: list[Datum], resident: int) -> Callable[[], None]:
     """A forward_backward and an optim_step of one of so many runs that have all been trained."""
-    engine = SoloEngine(BaseModel(model, "tiny"), micro_batch_tokens=MICRO_BATCH_TOKENS)
+    base, at_once = our_base(model)
+    engine = SoloEngine(base, micro_batch_tokens=at_once)
     adapters = [engine.base.new_adapter(LoraConfig(rank=RANK, seed=i)) for i in range(resident)]
     params = AdamParams(learning_rate=1e-4)
     states = [fresh_state("adamw", adapter) for adapter in adapters]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +15,10 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -76,6 +79,22 @@ class BaseModel:
         model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, revision=revision or "main")
         nn.Module.to(model, device=device)
         return cls(model, os.fspath(name_or_path))
+
+    @classmethod
+    def outline(
+        cls, name_or_path: str | os.PathLike[str], *, dtype: torch.dtype, revision: str | None = None
+    ) -> BaseModel:
+        """The same model without its weights: it tells all that the configuration and the tokenizer tell, and which
+        adapters fit, and takes no memory. `dtype` is what its weights would have.
+
+        Raises `UnsupportedModel` as `load` does, but for what only the weights show.
+        """
+        config = AutoConfig.from_pretrained(name_or_path, revision=revision or "main")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with suppress(OSError):  # there is none
+            model.generation_config = GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
+        return cls(model, os.fspath(name_or_path), weights_come_later=True)
 
     def new_adapter(self, config: LoraConfig) -> Adapter:
         """A fresh adapter on this model's device. Raises ValueError if the configuration trains nothing, or the rank is

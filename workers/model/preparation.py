@@ -18,7 +18,7 @@ from app.wire.types import Datum, LoraConfig
 from workers.model import attention
 from workers.model.base import BaseModel
 from workers.model.batch import Row
-from workers.model.checkpointing import checkpoint_layers, is_wanted
+from workers.model.checkpointing import checkpoint_layers, checkpointed_above
 from workers.model.forward import Work
 from workers.model.ranks.passes import run_share
 
@@ -44,11 +44,12 @@ class Preparation:
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
 
 
-def prepare(base: BaseModel, wanted: Preparation) -> None:
+def prepare(base: BaseModel, wanted: Preparation) -> int | None:
     """Let `base` compute passes as it is wanted. Where the model is spread over ranks, each of them comes here.
 
-    A model that no packed attention fits is padded, and the log says why. Raises `CannotPrepare` if the attention that
-    is asked for by name is not to be had on this machine at all.
+    Returns how many tokens a micro-batch may have before it is computed in a way that takes longer, None where that
+    makes no difference. A model that no packed attention fits is padded, and the log says why. Raises `CannotPrepare`
+    if the attention that is asked for by name is not to be had on this machine at all.
     """
     kinds: tuple[attention.Kind, ...]
     if wanted.attention == "auto":
@@ -62,10 +63,11 @@ def prepare(base: BaseModel, wanted: Preparation) -> None:
     for kind in kinds:
         if _settle(base, kind):
             break
-    checkpointed = is_wanted(wanted.gradient_checkpointing, base.model)
-    if checkpointed:
-        checkpoint_layers(base.backbone)
-    logger.info("model_prepared", attention=base.attention, gradient_checkpointing=checkpointed)
+    above = checkpointed_above(wanted.gradient_checkpointing, base.model)
+    if above is not None:
+        checkpoint_layers(base.backbone, above=above)
+    logger.info("model_prepared", attention=base.attention, checkpointed_above_tokens=above)
+    return above or None
 
 
 def _settle(base: BaseModel, kind: attention.Kind) -> bool:

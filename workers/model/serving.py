@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -35,9 +36,8 @@ def load_engine(roles: Sequence[str], settings: Settings, *, source: str, thread
         place = placement(os.environ, settings.local_ranks) if "train" in roles else None
         if place is None or place.world == 1:
             base = BaseModel.load(source, dtype=dtype)
-            if "train" in roles:
-                prepare(base, preparation)
-            return SoloEngine(base, micro_batch_tokens=settings.micro_batch_tokens)
+            at_once = prepare(base, preparation) if "train" in roles else None
+            return SoloEngine(base, micro_batch_tokens=min(settings.micro_batch_tokens, at_once or sys.maxsize))
         if "sample" in roles:
             raise BadPlacement(
                 f"a worker of {place.world} ranks cannot sample, since none of them has the whole model: start one "

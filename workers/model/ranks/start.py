@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import NoReturn
@@ -53,12 +54,12 @@ def lead(
     serve = {"source": source, "dtype": str(dtype).removeprefix("torch."), "preparation": asdict(preparation)}
     group.tell(Message("serve", serve))
     base = load_spread(source, dtype, group)
-    prepare(base, preparation)
+    at_once = prepare(base, preparation)
     logger.info("ranks_ready", ranks=place.world, here=place.local_world, device=str(device))
     return ShardedEngine(
         base,
         group,
-        micro_batch_tokens=micro_batch_tokens,
+        micro_batch_tokens=min(micro_batch_tokens, at_once or sys.maxsize),
         on_lost=on_lost,
         before_end=processes.expect_end,
         after_end=processes.end,

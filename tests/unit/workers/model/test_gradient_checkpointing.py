@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,7 +18,7 @@ from tests.unit.workers.model import model_reference as reference
 from tests.unit.workers.model.families import DENSE, plain
 from workers.model.base import BaseModel
 from workers.model.batch import Row, assemble
-from workers.model.checkpointing import is_wanted
+from workers.model.checkpointing import checkpoint_layers, checkpointed_above, kept_per_token
 from workers.model.forward import Work, batch_logprobs, run_pass
 from workers.model.preparation import Preparation, prepare
 
@@ -121,7 +121,47 @@ def test_sampling_and_forwards_alone_keep_nothing_and_run_once() -> None:
     assert len(calls) == 1
 
 
+def empty(**config: int) -> PreTrainedModel:
+    """A model without weights."""
+    with torch.device("meta"):
+        return Qwen3ForCausalLM(Qwen3Config(**config))
+
+
 def test_auto_is_on_from_a_billion_parameters_on() -> None:
-    small, large = (nn.Linear(n, 25_000, bias=False, device="meta") for n in (39_999, 40_000))
-    assert [is_wanted("auto", model) for model in (small, large)] == [False, True]
-    assert is_wanted("on", small) and not is_wanted("off", large)
+    small, large = (empty(hidden_size=2048, num_hidden_layers=n, vocab_size=32_000) for n in (2, 14))
+    assert checkpointed_above("auto", large) == 0
+    assert checkpointed_above("auto", small) != 0
+    assert checkpointed_above("on", small) == 0 and checkpointed_above("off", large) is None
+
+
+def test_auto_lets_smaller_models_keep_two_gibibytes() -> None:
+    model = empty(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9)
+    above = checkpointed_above("auto", model)
+    assert above is not None and 1024 <= above < 2048
+    assert checkpointed_above("auto", model.to(torch.bfloat16)) == pytest.approx(2 * above, abs=1)
+
+
+def test_what_layers_keep_is_estimated_within_a_third() -> None:
+    base = base_of(deep, "off")
+    peaks = []
+    for length in (20, 60):
+        adapter = reference.random_adapter(base, 0)
+        work = Work(adapter, reference.random_data(0, [length] * 4), "cross_entropy")
+        adapter.zero_grad()
+        with Bytes() as counted:
+            run_pass(base, [work], micro_batch_tokens=4096)
+        peaks.append(counted.peak)
+    measured = (peaks[1] - peaks[0]) / (4 * 40) / 4
+    assert kept_per_token(base.model.config) == pytest.approx(measured, rel=1 / 3)
+
+
+@pytest.mark.parametrize(("above", "times"), [(24, 1), (23, 2)])
+def test_only_larger_micro_batches_are_computed_once_more(above: int, times: int) -> None:
+    base = BaseModel(plain("qwen3").eval(), "test")
+    checkpoint_layers(base.backbone, above=above)
+    calls = []
+    base.backbone.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    work = Work(reference.random_adapter(base, 0), reference.random_data(0, [12, 12]), "cross_entropy")
+    (output,) = run_pass(base, [work], micro_batch_tokens=4096)
+    assert not isinstance(output, Exception), output
+    assert len(calls) == times
