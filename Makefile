@@ -3,14 +3,17 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-all lint proto compatibility clean
+.PHONY: help install demo test test-vllm e2e test-all lint proto compatibility clean
 
 help:
 	@echo "make demo      install, then train and sample a tiny model through the official SDK"
 	@echo "make test      the fast tests"
+	@echo "make test-vllm the tests that need vLLM, in an environment of its own, \$$(VENV_VLLM) (Linux, x86-64)"
+	@echo "make e2e       the official SDK against SQLite and a folder, then against Postgres, Redis and S3"
 	@echo "make test-all  all tests"
 	@echo "make lint      ruff, mypy, the layering rules"
 	@echo "make proto     compile app/wire/*.proto anew; the install has done it once"
@@ -25,6 +28,14 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-vllm:
+	@$(PYTHON) scripts/install_vllm.py --venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+
+e2e: install
+	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+	TINWORKS_TEST_STACK=postgres-s3 $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
 test-all: install
 	$(BIN)/python -m pytest -m '' $(PYTEST_ARGS)
@@ -44,5 +55,5 @@ compatibility: install
 	TINWORKS_WRITE_DOCS=1 $(BIN)/python -m pytest tests/e2e/test_every_sdk_method.py -k page
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find app workers migrations tests examples bench scripts -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

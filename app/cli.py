@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+
+from app import cli_fleet
+from app.cli_sentences import DataDirOption, fail, in_sentences, use_data_dir
 
 app = typer.Typer(
     name="tinworks",
@@ -22,12 +23,13 @@ keys = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 worker = typer.Typer(help="Start a worker of one model in the foreground.", no_args_is_help=True)
 app.add_typer(worker, name="worker")
+app.command("doctor")(cli_fleet.doctor)
+app.command("runs")(cli_fleet.runs)
+app.command("backup")(cli_fleet.backup)
+app.command("restore")(cli_fleet.restore)
+app.add_typer(cli_fleet.workers, name="workers")
 
 DEFAULT_DATA_DIR = Path("tinworks-data")
-DataDirOption = Annotated[
-    Path | None,
-    typer.Option(help="The folder that `tinworks up` was given; without it DATABASE_URL says where the database is."),
-]
 
 
 @app.command()
@@ -52,18 +54,18 @@ def up(
     """
     from app.up.service import UpOptions, run
 
-    with _in_sentences():
+    with in_sentences():
         run(UpOptions(host, port, data_dir, tuple(base_model or ())), say=typer.echo)
 
 
 @app.command()
 def migrate(data_dir: DataDirOption = None) -> None:
     """Bring the database up to date. Safe to run again, and from several machines at once on Postgres."""
-    _use_data_dir(data_dir)
+    use_data_dir(data_dir)
     from app.migrate import upgrade
     from app.settings import get_settings
 
-    with _in_sentences():
+    with in_sentences():
         upgrade(get_settings().database_url)
     typer.echo("The database is up to date.")
 
@@ -75,10 +77,10 @@ def keys_create(
     data_dir: DataDirOption = None,
 ) -> None:
     """Make a key. It is printed once, alone on standard output, and never stored."""
-    _use_data_dir(data_dir)
+    use_data_dir(data_dir)
     from app.accounts.service import create_key
 
-    with _in_sentences():
+    with in_sentences():
         key, secret = create_key(owner, name)
     typer.echo(f"Key {key.id} for {owner}. It is shown this once:", err=True)
     typer.echo(secret)
@@ -90,14 +92,14 @@ def keys_list(
     data_dir: DataDirOption = None,
 ) -> None:
     """List the keys: who has them, what they begin with, whether they are revoked."""
-    _use_data_dir(data_dir)
+    use_data_dir(data_dir)
     from rich.console import Console
     from rich.table import Table
 
     from app.accounts.service import list_keys
 
     table = Table("id", "owner", "name", "begins with", "made", "revoked")
-    with _in_sentences():
+    with in_sentences():
         for key, holder in list_keys(owner):
             revoked = f"{key.revoked_at:%Y-%m-%d %H:%M}" if key.revoked_at else ""
             table.add_row(str(key.id), holder.name, key.name, key.prefix, f"{key.created_at:%Y-%m-%d %H:%M}", revoked)
@@ -110,13 +112,13 @@ def keys_revoke(
     data_dir: DataDirOption = None,
 ) -> None:
     """Revoke a key: requests with it are refused from then on."""
-    _use_data_dir(data_dir)
+    use_data_dir(data_dir)
     from app.accounts.service import revoke_key
 
-    with _in_sentences():
+    with in_sentences():
         revoked = revoke_key(key_id)
     if not revoked:
-        _fail(f"There is no key {key_id}, or it is revoked already.")
+        fail(f"There is no key {key_id}, or it is revoked already.")
     typer.echo(f"Key {key_id} is revoked.")
 
 
@@ -152,7 +154,7 @@ def _start_worker(gpus: str | None, base_model: str | None, *module: str) -> NoR
     from app.settings import Settings
     from app.up.models import parse_base_model
 
-    with _in_sentences():
+    with in_sentences():
         if gpus is not None:
             os.environ["TINWORKS_GPUS"] = gpus
         if base_model is not None:
@@ -167,38 +169,6 @@ def version() -> None:
     from importlib.metadata import version as installed_version
 
     typer.echo(f"tinworks {installed_version('tinworks')}")
-
-
-def _use_data_dir(data_dir: Path | None) -> None:
-    """Let settings find what `tinworks up --data-dir` keeps, unless the environment says otherwise."""
-    if data_dir is not None:
-        os.environ.setdefault("DATABASE_URL", f"sqlite:///{data_dir.expanduser().resolve() / 'tinworks.db'}")
-        os.environ["TINWORKS_DATA_DIR"] = str(data_dir)
-
-
-@contextmanager
-def _in_sentences() -> Iterator[None]:
-    """Turn what a person can mend into one line and exit status 1; anything else keeps its traceback."""
-    from pydantic import ValidationError
-    from sqlalchemy.exc import DBAPIError
-
-    from app.up import CannotStart
-
-    try:
-        yield
-    except CannotStart as error:
-        _fail(str(error))
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        _fail(f"A setting is not valid. {problems}")
-    except DBAPIError as error:
-        cause = str(error.orig).strip().splitlines()[0]
-        _fail(f"The database refused: {cause}. Is DATABASE_URL right, and has `tinworks migrate` run?")
-
-
-def _fail(sentence: str) -> NoReturn:
-    typer.secho(f"tinworks: {sentence}", fg=typer.colors.RED, err=True)
-    raise typer.Exit(1)
 
 
 def main() -> None:

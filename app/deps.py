@@ -20,6 +20,7 @@ from app.errors import InvalidRequest, TooLarge
 from app.fleet.doorbells import DoorbellPublisher
 from app.futures.service import FutureService
 from app.futures.waiters import Waiters
+from app.rate_limit import RateLimit
 from app.runs.service import RunService
 from app.sampling.accepted import AcceptedSamples
 from app.sampling.direct import DirectSampling
@@ -28,6 +29,7 @@ from app.sampling.service import SamplingService
 from app.sessions.traces import Traces
 from app.settings import Settings
 from app.shared_lookups import SharedLookups
+from app.telemetry.metrics import WebMetrics
 from app.wire import json_text
 
 _MAX_JSON_BYTES = 2**25
@@ -57,6 +59,8 @@ class Services:
     waiters: Waiters
     direct: DirectSampling
     compat: CompatService
+    rate_limit: RateLimit
+    metrics: WebMetrics
     owner_lookups: SharedLookups[str] = field(default_factory=SharedLookups)
 
 
@@ -68,17 +72,18 @@ def services_of(request: Request) -> Services:
 
 
 async def get_owner(request: Request) -> str:
-    """The id of the caller's owner. Raises Unauthorized."""
+    """The id of the caller's owner. Raises Unauthorized, and TooManyRequests."""
     return await find_owner(request, request.headers.get("x-api-key"))
 
 
 async def find_owner(request: Request, secret: str | None) -> str:
-    """The id of the owner of a key or token. Raises Unauthorized."""
+    """The id of the owner of a key or token. Raises Unauthorized, and TooManyRequests."""
     services = services_of(request)
     owner_id = services.keys.remembered(secret)
-    if owner_id is not None:
-        return owner_id
-    return await services.owner_lookups.get(secret, partial(run_in_threadpool, services.keys.look_up, secret))
+    if owner_id is None:
+        owner_id = await services.owner_lookups.get(secret, partial(run_in_threadpool, services.keys.look_up, secret))
+    services.rate_limit.take(owner_id, request.scope["path"])
+    return owner_id
 
 
 async def _services(request: Request) -> Services:

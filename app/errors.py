@@ -24,7 +24,7 @@ class TinworksError(Exception):
 
     status: ClassVar[int] = 500
     category: ClassVar[Category] = "server"
-    headers: ClassVar[dict[str, str]] = {}
+    headers: dict[str, str] = {}
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail)
@@ -99,6 +99,16 @@ class Unavailable(TinworksError):
 
     status = 503
     headers = {"Retry-After": "1"}
+
+
+class StorageUnavailable(Unavailable):
+    """The blob store cannot do its part now. `reason`, for clients too, says neither bucket nor key nor folder."""
+
+    headers = {"Retry-After": "2"}
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the blob store cannot be used: {reason}; try again later")
+        self.reason = reason
 
 
 class LeaseLost(TinworksError):

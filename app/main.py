@@ -39,6 +39,7 @@ from app.futures.batch import router as batch_routes
 from app.futures.routes import router as future_routes
 from app.futures.service import FutureService
 from app.futures.waiters import Listener, Waiters
+from app.rate_limit import RateLimit
 from app.responses import json_response
 from app.runs.catalogue_routes import router as run_catalogue_routes
 from app.runs.routes import router as run_routes
@@ -47,16 +48,21 @@ from app.sampling.accepted import AcceptedSamples
 from app.sampling.direct import DirectSampling
 from app.sampling.feeds import TOLD_CHANNEL, CompletionFeeds
 from app.sampling.futures import SampleFutures
+from app.sampling.router import SampleRouter
 from app.sampling.routes import router as sampling_routes
 from app.sampling.service import SamplingService
-from app.sampling.store import SampleInbox
+from app.sampling.store import Depths, SampleInbox
 from app.sessions.catalogue_routes import router as session_catalogue_routes
 from app.sessions.routes import router as session_routes
 from app.sessions.traces import Traces
 from app.settings import Settings, get_settings
 from app.shutdown import before_exit
 from app.storage.blobs import get_blob_store
+from app.telemetry.fleet import FleetCollector
 from app.telemetry.logs import configure_logs
+from app.telemetry.metrics import WebMetrics
+from app.telemetry.requests import MeasureRequests
+from app.telemetry.routes import router as metrics_routes
 
 log = structlog.get_logger(__name__)
 
@@ -79,21 +85,23 @@ def make_services(settings: Settings, database: Database) -> Services:
     subscription = Redis.from_url(settings.redis_url, socket_connect_timeout=1.0, socket_keepalive=True)
     blobs = get_blob_store()
     keys = KeyRing(database, settings)
+    depths = Depths(settings.max_waiting_samples, settings.max_waiting_samples_per_tenant)
     inbox = SampleInbox(
         redis,
-        max_waiting=settings.max_waiting_samples,
+        depths=depths,
         result_ttl_s=settings.sample_ttl_s,
         keep_feeds=settings.sample_use_retrieve_futures,
     )
+    router = SampleRouter(redis, prefix_tokens=settings.route_prefix_tokens)
     feeds = CompletionFeeds(redis)
     samples = SampleFutures(database, inbox, feeds)
     accepted = AcceptedSamples(feeds, remember=settings.sample_use_retrieve_futures)
-    futures = FutureService(database, blobs, samples)
+    futures = FutureService(database, blobs, samples, runs_per_tenant=settings.runs_per_tenant)
     doorbells = DoorbellPublisher(settings)
     told = Listener(TOLD_CHANNEL, accepted.told, accepted.recover)
     waiters = Waiters(subscription, futures.find_finished, [told])
-    unfed = SampleInbox(redis, max_waiting=settings.max_waiting_samples, result_ttl_s=settings.sample_ttl_s)
-    direct = DirectSampling(database, redis, unfed, doorbells, waiters)
+    unfed = SampleInbox(redis, depths=depths, result_ttl_s=settings.sample_ttl_s)
+    direct = DirectSampling(database, redis, unfed, router, doorbells, waiters)
     return Services(
         settings=settings,
         database=database,
@@ -103,13 +111,15 @@ def make_services(settings: Settings, database: Database) -> Services:
         runs=RunService(database, blobs, settings, keys),
         downloads=Downloads(database, blobs, settings),
         traces=Traces(database, settings),
-        sampling=SamplingService(database, inbox),
+        sampling=SamplingService(database, inbox, router),
         samples=samples,
         accepted=accepted,
         futures=futures,
         waiters=waiters,
         direct=direct,
         compat=CompatService(direct, TokenizerShelf(blobs)),
+        rate_limit=RateLimit(settings.requests_per_s),
+        metrics=WebMetrics(),
     )
 
 
@@ -118,11 +128,19 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
     services.doorbells.start()
     services.waiters.start()
+    fleet = FleetCollector(services.database, services.settings.redis_url)
+    services.metrics.watch(
+        doorbells_lost=lambda: services.doorbells.lost, polls=lambda: services.waiters.count, fleet=fleet
+    )
+    if services.settings.metrics_port:
+        services.metrics.serve(services.settings.metrics_port)
     gc.collect()
     gc.freeze()  # what was made at start stays; collections need not look at it again and again
     with before_exit(services.waiters.release):
         yield
     await services.waiters.stop()
+    await asyncio.to_thread(services.metrics.close)
+    fleet.close()
     await asyncio.to_thread(services.doorbells.stop)
     await services.redis.aclose()
     services.database.dispose()
@@ -151,6 +169,7 @@ def create_app() -> FastAPI:
         audit_routes,
         billing_routes,
         compat_routes,
+        metrics_routes,
     ):
         app.include_router(router)
     app.add_exception_handler(TinworksError, _tell)
@@ -161,6 +180,7 @@ def create_app() -> FastAPI:
         app.add_exception_handler(outage, _tell_outage)
     app.add_exception_handler(Exception, _tell_bug)
     app.add_middleware(BodyLimit, limit=settings.max_request_bytes)
+    app.add_middleware(MeasureRequests, metrics=app.state.services.metrics)
     return app
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,12 @@ class Ratio:
     high: float
     ours: float
     theirs: float
+
+    def scaled(self, share: float) -> Ratio:
+        """As if theirs had taken `share` times as long: for a side that did only a part of the work."""
+        return replace(
+            self, median=share * self.median, low=share * self.low, high=share * self.high, theirs=share * self.theirs
+        )
 
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"

@@ -12,8 +12,9 @@ from hypothesis import settings as hypothesis_settings
 
 from app.db import Database, get_database
 from app.migrate import upgrade
-from app.settings import get_settings
-from app.storage.blobs import get_blob_store
+from app.settings import Settings, get_settings
+from app.storage.blobs import BlobStore, LocalBlobStore, get_blob_store
+from tests.s3_server import S3Server, s3_server
 from tests.services import PostgresServer, RedisServer, postgres_server, redis_server
 
 hypothesis_settings.register_profile("tinworks", deadline=None)  # a busy machine is no failure
@@ -92,6 +93,26 @@ def database(database_url: str) -> Iterator[Database]:
     own = Database(database_url)
     yield own
     own.dispose()
+
+
+@pytest.fixture(scope="session")
+def shared_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """The test run's S3."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(params=["local", "s3"])
+def blob_store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BlobStore:
+    """An empty blob store of each kind."""
+    if request.param == "local":
+        return LocalBlobStore(tmp_path / "blobs")
+    from app.storage.s3 import open_bucket
+
+    server: S3Server = request.getfixturevalue("shared_s3")
+    for name, value in server.environment(server.new_bucket()).items():
+        monkeypatch.setenv(name, value)
+    return open_bucket(Settings(s3_prefix="some/where"))
 
 
 @pytest.fixture

@@ -7,19 +7,25 @@ early acknowledgement are enough for any load.
 
 from __future__ import annotations
 
+import atexit
 import sys
+import time
+from functools import partial
 from typing import Any
 
 from celery import Celery, signals
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
+from celery.worker import state
 from kombu import Queue
 
 from app.fleet.queues import celery_settings, sample_queue, train_queue, wake_queue
 from app.settings import get_settings
 from app.telemetry.logs import configure_logs
+from app.up.signals import SAME_REQUEST_S
 
 ROLES = ("train", "sample", "janitor")
+_first_asked = 0.0
 
 app = Celery("tinworks", include=["workers.tasks", "workers.janitor"])
 app.conf.update(
@@ -36,6 +42,7 @@ app.conf.update(
     beat_scheduler="celery.beat:Scheduler",
     beat_schedule={
         "tidy": {"task": "tinworks.tidy", "schedule": 30.0, "options": {"queue": "janitor", "expires": 60}},
+        "collect": {"task": "tinworks.collect", "schedule": 300.0, "options": {"queue": "janitor", "expires": 300}},
     },
 )
 
@@ -89,14 +96,17 @@ def _start(instance: Any, **kwargs: Any) -> None:
     serving = tuple(role for role in roles if role != "janitor")
     if not serving:
         return
-    from workers.process import start  # torch is imported only where it is needed
+    try:
+        from workers.process import start  # torch is imported only where it is needed
+    except ImportError as error:
+        raise WrongStart(f"this worker cannot start: {error}") from error
 
     worker = start(serving)
     for role in serving:
         queues.deselect(role)
+    queues.select_add(_doorbells(wake_queue(worker.worker_id)))
     if "train" in serving:
         queues.select_add(_doorbells(train_queue(worker.pool)))
-        queues.select_add(_doorbells(wake_queue(worker.worker_id)))
     if "sample" in serving:
         queues.select_add(_doorbells(sample_queue(worker.pool)))
 
@@ -109,12 +119,35 @@ def _doorbells(name: str) -> Queue:
 
 
 @signals.worker_ready.connect
-def _ready(**kwargs: Any) -> None:
+def _ready(sender: Any = None, **kwargs: Any) -> None:
     if "workers.process" in sys.modules:
-        sys.modules["workers.process"].announce()
+        process = sys.modules["workers.process"]
+        process.current().on_drain = partial(_leave_pool, sender, process.current())
+        process.announce(unless=lambda: state.should_stop is not None or state.should_terminate is not None)
+
+
+def _leave_pool(consumer: Any, worker: Any, leave: bool) -> None:
+    """Let others hear the pool's doorbells, or listen to them again: one that is being emptied would waste them."""
+    names = {"train": train_queue, "sample": sample_queue}
+    for role in worker.roles:
+        act = consumer.cancel_task_queue if leave else consumer.add_task_queue
+        consumer.call_soon(act, names[role](worker.pool))
+
+
+@signals.worker_shutting_down.connect
+def _hear_signal(how: str = "Warm", **kwargs: Any) -> None:
+    """A signal asks this process to end; SIGQUIT, and any second one, ask it to do so at once."""
+    global _first_asked
+    _first_asked = _first_asked or time.monotonic()
+    at_once = how == "Cold" or time.monotonic() - _first_asked > SAME_REQUEST_S
+    if at_once and "workers.process" in sys.modules:
+        sys.modules["workers.process"].hurry()
 
 
 @signals.worker_shutdown.connect
 def _stop(**kwargs: Any) -> None:
     if "workers.process" in sys.modules:
         sys.modules["workers.process"].stop()
+
+
+atexit.register(_stop)  # Celery says nothing of a shutdown that began with SIGQUIT

@@ -1,21 +1,22 @@
-"""What a worker process consists of: one base model, the loops of its roles, and the thread that shows it is alive."""
+"""What a worker process consists of: one base model, the loops of its roles, and what shows that it is alive."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 from redis import Redis
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from app.db import Database, get_database
+from app.db import get_database
+from app.errors import Unavailable
 from app.fleet import service as fleet
 from app.fleet.base_models import names_to_register, pool_of
 from app.settings import Settings, get_settings
@@ -23,70 +24,23 @@ from app.storage.blobs import get_blob_store
 from app.up import CannotStart
 from app.up.models import BaseModel as ServedModel
 from app.up.models import parse_base_model
+from workers.model.engine import Engine as TrainEngine
 from workers.model.serving import load_engine
 from workers.model.tokenizer import store_tokenizer
-from workers.sample.adapters import AdapterCache
-from workers.sample.engines.native import NativeEngine
+from workers.presence import Presence
+from workers.sample.adapter_files import adapter_files
+from workers.sample.adapters import AdapterStore
 from workers.sample.recorder import SampleRecorder
 from workers.sample.service import SampleService
+from workers.sample.start import CannotSample, EngineName, engine_name, make_engine, outline
 from workers.sample.usage import SampleUsage
-from workers.threads import prepare_process, share_cores
-from workers.train import lease
+from workers.threads import prepare_process, share_cores, use_threads
 from workers.train.loop import TrainLoop
 
 logger = structlog.get_logger(__name__)
 
 _STOP_TIMEOUT_S = 20.0
-HUNG_EXIT_CODE = 70
-
-
-class Presence:
-    """Renews the worker's leases and its row, on a connection of its own, and ends a process whose pass hangs."""
-
-    def __init__(self, worker: WorkerProcess, settings: Settings) -> None:
-        self._worker = worker
-        self._settings = settings
-        self._database = Database(settings.database_url, pool_size=1)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop, and delete the worker's row: it leaves on purpose."""
-        self._stopping.set()
-        self._thread.join(_STOP_TIMEOUT_S)
-        try:
-            with self._database.write() as session:
-                fleet.remove_worker(session, self._worker.worker_id)
-        except SQLAlchemyError as error:
-            logger.warning("worker_not_removed", error=type(error).__name__)
-
-    def _run(self) -> None:
-        while not self._stopping.wait(self._settings.lease_s / 3):
-            progress = self._worker.train.progress if self._worker.train else None
-            if progress and progress.phase == "pass" and time.monotonic() - progress.since > self._settings.max_pass_s:
-                logger.error("pass_hung", seconds=self._settings.max_pass_s)
-                os._exit(HUNG_EXIT_CODE)
-            try:
-                with self._database.write() as session:
-                    if self._worker.train:
-                        lease.renew(session, worker_id=self._worker.worker_id, lease_s=self._settings.lease_s)
-                    values = (
-                        {
-                            "phase": progress.phase,
-                            "resident_runs": progress.resident_runs,
-                            "queued_tokens": progress.queued_tokens,
-                        }
-                        if progress
-                        else {}
-                    )
-                    if not fleet.worker_seen(session, self._worker.worker_id, **values):
-                        self._worker.register(session)
-            except SQLAlchemyError as error:
-                logger.warning("presence_failed", error=type(error).__name__)
+_ANNOUNCE_AGAIN_S = 1.0
 
 
 class WorkerProcess:
@@ -102,20 +56,27 @@ class WorkerProcess:
         prepare_process()
         self._threads = share_cores(self.roles, settings.torch_threads)
         self._database = get_database()
-        self._engine = load_engine(self.roles, settings, source=self._served.source, threads=self._threads)
-        self._base = self._engine.base
-        self.train = self._train_loop() if "train" in roles else None
+        self._sampler = _engine_name(self.roles, settings)
+        if self._sampler == "native":
+            engine = load_engine(self.roles, settings, source=self._served.source, threads=self._threads)
+            self._base = engine.base
+            self.train = self._train_loop(engine) if "train" in roles else None
+        else:
+            self._base = outline(settings, self._served.source)
+            self.train = None
         self.samples = self._sample_service() if "sample" in roles else None
         self._presence = Presence(self, settings)
+        self.on_drain: Callable[[bool], None] = lambda draining: None
+        """Called when this worker shall take nothing from its pool's queues any more, or again."""
 
     def _redis(self) -> Redis:
         return Redis.from_url(self._settings.redis_url, socket_connect_timeout=1.0, socket_timeout=5.0)
 
-    def _train_loop(self) -> TrainLoop:
+    def _train_loop(self, engine: TrainEngine) -> TrainLoop:
         return TrainLoop(
             worker_id=self.worker_id,
             pool=self.pool,
-            engine=self._engine,
+            engine=engine,
             database=self._database,
             blobs=get_blob_store(),
             redis=self._redis(),
@@ -125,11 +86,15 @@ class WorkerProcess:
 
     def _sample_service(self) -> SampleService:
         settings = self._settings
+        engine = make_engine(self._sampler, self._base, settings, decode=self._decode)
+        files = adapter_files(settings, get_blob_store(), self._database)
         return SampleService(
             worker_id=self.worker_id,
             pool=self.pool,
-            engine=NativeEngine(self._base, decode=self._decode, max_rows=settings.max_running_sequences),
-            adapters=AdapterCache(self._base, get_blob_store(), capacity=settings.adapter_cache),
+            engine=engine,
+            adapters=AdapterStore(
+                engine, files, capacity=settings.adapter_cache, prepare_thread=partial(use_threads, 1)
+            ),
             usage=SampleUsage(self._database),
             recorder=SampleRecorder(self._database),
             redis=self._redis(),
@@ -170,7 +135,21 @@ class WorkerProcess:
             host=socket.gethostname(),
             pid=os.getpid(),
             slots=self._settings.train_slots if self.train else 0,
+            draining=self._presence.draining,
         )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this worker holds no run and no sample."""
+        return not (self.train and self.train.progress.resident_runs) and not (self.samples and self.samples.is_busy)
+
+    def drain(self, draining: bool) -> None:
+        """Give everything to others and take nothing, until this is undone."""
+        self.on_drain(draining)
+        if self.train:
+            self.train.drain(draining)
+        if self.samples:
+            (self.samples.retire if draining else self.samples.resume)()
 
     def ring(self, model_id: str) -> None:
         """A run has work."""
@@ -183,12 +162,28 @@ class WorkerProcess:
             self.samples.take(request_id)
 
     def stop(self) -> None:
-        """Finish what is computing, hand everything back, leave."""
+        """Finish what is computing, as long as the settings allow, hand everything back, leave."""
+        began = time.monotonic()
         if self.samples:
-            self.samples.stop(_STOP_TIMEOUT_S)
+            self.samples.retire()
         if self.train:
             self.train.stop(_STOP_TIMEOUT_S)
+        if self.samples:
+            drain_s = self._settings.sample_drain_s - (time.monotonic() - began)
+            self.samples.stop(_STOP_TIMEOUT_S, drain_s=drain_s)
         self._presence.stop()
+
+    def hurry(self) -> None:
+        """Stop now: samples that have begun go to other workers. From a signal's handler, during `stop` or before."""
+        if self.samples:
+            self.samples.hurry()
+
+
+def _engine_name(roles: Sequence[str], settings: Settings) -> EngineName:
+    try:
+        return engine_name(roles, settings)
+    except CannotSample as error:
+        raise SystemExit(str(error)) from error
 
 
 def _served_model(settings: Settings) -> ServedModel:
@@ -201,6 +196,7 @@ def _served_model(settings: Settings) -> ServedModel:
 
 
 _current: WorkerProcess | None = None
+_stopped = False
 
 
 def start(roles: Sequence[str]) -> WorkerProcess:
@@ -226,13 +222,32 @@ def current() -> WorkerProcess:
     return _current
 
 
-def announce() -> None:
-    """Tell the fleet that the worker takes messages now."""
-    if _current is not None:
-        _current.announce()
+def announce(*, unless: Callable[[], bool] = lambda: False) -> None:
+    """Tell the fleet that the worker takes messages now; while the database or the blob store is away again and again,
+    `unless` the worker is to end. Raises SystemExit if it can never be: Celery would go on with a worker that nobody
+    knows of.
+    """
+    while _current is not None and not unless():
+        try:
+            _current.announce()
+            return
+        except (SQLAlchemyError, Unavailable, OSError) as error:
+            logger.warning("worker_not_announced", error=type(error).__name__)
+            time.sleep(_ANNOUNCE_AGAIN_S)
+        except Exception as error:
+            logger.exception("worker_not_announced")
+            raise SystemExit(f"the worker cannot begin: {error}") from error
 
 
 def stop() -> None:
-    """End the worker's loops."""
-    if _current is not None:
+    """End the worker's loops. Doing it again does nothing."""
+    global _stopped
+    if _current is not None and not _stopped:
+        _stopped = True
         _current.stop()
+
+
+def hurry() -> None:
+    """End them without waiting for samples that have begun."""
+    if _current is not None:
+        _current.hurry()

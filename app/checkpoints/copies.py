@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from app.audit import service as audit
 from app.checkpoints.access import Reader
+from app.checkpoints.quota import NewName, check_quota
 from app.checkpoints.schemas import CopyWeights
 from app.checkpoints.service import KINDS, Resolved, name_snapshot, resolve, tinker_path
 from app.db import Database, utc_now
@@ -42,21 +43,34 @@ class _Place:
 
 
 def copy_weights(
-    database: Database, owner_id: str, request: CopyWeights, idempotency_key: str | None, reader: Reader
+    database: Database,
+    owner_id: str,
+    request: CopyWeights,
+    idempotency_key: str | None,
+    reader: Reader,
+    *,
+    quota_bytes: int = 0,
 ) -> str:
     """Copy a checkpoint of the reader's, or a published one, for `owner_id`; returns the copy's path. The same
-    idempotency key, or the same place in a session, gives the same copy. Raises InvalidRequest, NotFound, Gone, or
-    ConflictingReplay.
+    idempotency key, or the same place in a session, gives the same copy. Raises InvalidRequest (also for what exceeds
+    `quota_bytes`, if that is not 0), NotFound, Gone, or ConflictingReplay.
     """
     try:
         with database.write() as session:
-            return _copy(session, owner_id, request, idempotency_key, reader)
+            return _copy(session, owner_id, request, idempotency_key, reader, quota_bytes)
     except IntegrityError:  # the same request came twice at once; the other one has made the copy now
         with database.write() as session:
-            return _copy(session, owner_id, request, idempotency_key, reader)
+            return _copy(session, owner_id, request, idempotency_key, reader, quota_bytes)
 
 
-def _copy(session: Session, owner_id: str, request: CopyWeights, idempotency_key: str | None, reader: Reader) -> str:
+def _copy(
+    session: Session,
+    owner_id: str,
+    request: CopyWeights,
+    idempotency_key: str | None,
+    reader: Reader,
+    quota_bytes: int,
+) -> str:
     mark = fingerprint(request.model_dump())
     place = _known_place(session, owner_id, request, idempotency_key)
     if place is not None and (known := log.find(session, place.model_id, 0)) is not None:
@@ -68,8 +82,13 @@ def _copy(session: Session, owner_id: str, request: CopyWeights, idempotency_key
     source = resolve(session, reader.owner_id, request.source_path, field=reader.field("source_path"), kinds=KINDS)
     if place is None:
         place = _Place(_hold(session, owner_id, request, idempotency_key), 0)
-    _add_run(session, owner_id, place, source, request.source_path)
     checkpoint = source.checkpoint
+    new = NewName(owner_id, place.model_id, checkpoint.kind, checkpoint.name)
+    size_bytes = source.snapshot.size_bytes
+    check_quota(
+        session, new, snapshot_id=source.snapshot.id, size_bytes=size_bytes, limit=quota_bytes, field="source_path"
+    )
+    _add_run(session, owner_id, place, source, request.source_path)
     log.append(session, model_id=place.model_id, seq_id=0, kind=_KIND, fingerprint=mark, body=Payload(b"", None, 0))
     log.finish(session, [Finished(place.model_id, 0, Payload(b"{}", None, 2), "json")])
     path = name_snapshot(

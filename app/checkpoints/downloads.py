@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from urllib.parse import quote
 
+from app.checkpoints import uploads
 from app.checkpoints.catalogue import Address
 from app.checkpoints.files import Content, archive_of, stored_files
 from app.checkpoints.links import LinkSigner, Target
 from app.checkpoints.schemas import ExternalWeightsUrls, SignedUrl
 from app.checkpoints.service import EXTERNAL, KINDS, resolve
 from app.db import Database
-from app.errors import Forbidden, NotFound
+from app.errors import Forbidden, NotFound, Unavailable
 from app.settings import Settings
 from app.storage.blobs import BlobStore
 
@@ -54,10 +55,13 @@ class Downloads:
 
     def archive_url(self, owner_id: str, address: Address, base_url: str) -> SignedUrl:
         """The URL of a tar of all files of a checkpoint of any kind, the owner's or a published one; always one of our
-        own, since no store has such a file. Raises InvalidRequest or NotFound.
+        own, since no store has such a file. Raises InvalidRequest, NotFound, or Unavailable while the files are on
+        their way to the store.
         """
         with self._database.read() as session:
             found = resolve(session, owner_id, str(address), field="checkpoint_id", kinds=KINDS)
+            if uploads.is_waiting(session, found.snapshot.id):
+                raise Unavailable("checkpoint_id: the checkpoint's files are not stored yet; try again")
         stored_files(self.blobs, found.snapshot.id)
         expires_at = self._expiry()
         target = Target(found.snapshot.id, None, f"{address.name}.tar")

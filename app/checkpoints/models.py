@@ -16,7 +16,8 @@ class Snapshot(Base):
 
     `kind` is `state` (adapter, optimizer, counters: what training resumes from), `adapter` (what samplers load) or
     `external` (an adapter to be downloaded, perhaps encrypted).
-    `session_id` is set on ephemeral sampler snapshots, which live with their session.
+    `session_id` is set on ephemeral sampler snapshots, which live with their session. `unused_since`: when the janitor
+    first found that nothing refers to it any more (`references`).
     """
 
     __tablename__ = "snapshots"
@@ -29,6 +30,17 @@ class Snapshot(Base):
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     session_id: Mapped[str | None] = mapped_column(String(64), index=True)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)
+    unused_since: Mapped[datetime | None] = mapped_column(UtcDateTime)
+
+
+class Upload(Base):
+    """A snapshot whose row is there while its files are only in a folder that some workers share, on their way to the
+    blob store."""
+
+    __tablename__ = "uploads"
+
+    snapshot_id: Mapped[str] = mapped_column(ForeignKey("snapshots.id", ondelete="CASCADE"), primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now, index=True)
 
 
 class Checkpoint(Base):

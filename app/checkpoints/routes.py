@@ -89,5 +89,13 @@ async def copy_weights(
     """Copy a checkpoint, sharing its storage; the answer is the copy's path. One of another account that is not
     published needs a weights access token."""
     reader = await in_thread(reader_of, services.keys, owner_id, x_tinker_weights_access_token)
-    path = await in_thread(copies.copy_weights, services.database, owner_id, body, x_idempotency_key, reader)
+    path = await in_thread(
+        copies.copy_weights,
+        services.database,
+        owner_id,
+        body,
+        x_idempotency_key,
+        reader,
+        quota_bytes=services.settings.tenant_storage_bytes,
+    )
     return WeightsCopied(tinker_path=path)

@@ -56,9 +56,10 @@ class DoorbellPublisher:
         where = wake_queue(worker_id) if worker_id else train_queue(pool)
         self._put(Doorbell(operation_task(kind), where, (model_id,)))
 
-    def ring_sample(self, *, request_id: str, pool: str) -> None:
-        """Hand a stored sample request to any sampler of the pool."""
-        self._put(Doorbell(SAMPLE_TASK, sample_queue(pool), (request_id,)))
+    def ring_sample(self, *, request_id: str, pool: str, worker_id: str | None = None) -> None:
+        """Hand a stored sample request to this worker, or to any sampler of the pool."""
+        where = wake_queue(worker_id) if worker_id else sample_queue(pool)
+        self._put(Doorbell(SAMPLE_TASK, where, (request_id,)))
 
     def _put(self, bell: Doorbell | None) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import and_, delete, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.db import Database, database_clock, utc_now
@@ -106,9 +106,17 @@ def register_model(
 
 
 def register_worker(
-    session: Session, *, worker_id: str, pool: str, roles: Sequence[str], host: str, pid: int, slots: int
+    session: Session,
+    *,
+    worker_id: str,
+    pool: str,
+    roles: Sequence[str],
+    host: str,
+    pid: int,
+    slots: int,
+    draining: bool = False,
 ) -> None:
-    """Write a worker's row at its start."""
+    """Write a worker's row at its start, or anew when it was lost."""
     session.add(
         Worker(
             id=worker_id,
@@ -118,15 +126,24 @@ def register_worker(
             pid=pid,
             slots=slots,
             phase="ready",
+            draining=draining,
             last_seen=session.scalar(select(database_clock())),
         )
     )
 
 
-def worker_seen(session: Session, worker_id: str, **values: object) -> bool:
-    """Note that a worker lives, and what it is doing. False if its row is gone."""
+def worker_seen(session: Session, worker_id: str, **values: object) -> bool | None:
+    """Note that a worker lives, and what it is doing. Returns whether it shall drain; None if its row is gone."""
     query = update(Worker).where(Worker.id == worker_id).values(last_seen=database_clock(), **values)
-    return session.execute(query).rowcount == 1  # type: ignore[attr-defined, no-any-return]
+    return session.scalar(query.returning(Worker.draining))
+
+
+def set_draining(session: Session, name: str, draining: bool) -> list[str]:
+    """Ask workers to be empty, or to take work again: the one of that id, or all whose id begins with `name` or whose
+    host it is. Returns their ids; they hear of it within a third of a lease."""
+    chosen = or_(Worker.id.startswith(name, autoescape=True), Worker.host == name)
+    query = update(Worker).where(chosen).values(draining=draining).returning(Worker.id)
+    return sorted(session.scalars(query.execution_options(synchronize_session=False)))
 
 
 def remove_worker(session: Session, worker_id: str) -> None:
@@ -139,17 +156,18 @@ def remove_all_workers(session: Session) -> None:
     session.execute(delete(Worker))
 
 
-def remove_dead_workers(session: Session, *, silent_for_s: float) -> int:
-    """Delete the rows of workers that were not seen for so long; returns how many."""
-    query = delete(Worker).where(Worker.last_seen < database_clock() - silent_for_s)
-    return session.execute(query).rowcount  # type: ignore[attr-defined, no-any-return]
+def remove_dead_workers(session: Session, *, silent_for_s: float) -> list[str]:
+    """Delete the rows of workers that were not seen for so long; returns their ids."""
+    query = delete(Worker).where(Worker.last_seen < database_clock() - silent_for_s).returning(Worker.id)
+    return list(session.scalars(query))
 
 
 def missing_roles(database: Database) -> list[str]:
-    """What the fleet lacks, in words: a role of a pool that only silent workers have, or no worker at all."""
+    """What the fleet lacks, in words: a role of a pool that only silent or draining workers have, or no worker."""
     live: dict[tuple[str, str], bool] = {}
     with database.read() as session:
-        alive = (Worker.last_seen > database_clock() - WORKER_SILENCE_S).label("alive")
+        heard = Worker.last_seen > database_clock() - WORKER_SILENCE_S
+        alive = and_(heard, Worker.draining.is_(False)).label("alive")
         for pool, roles, is_alive in session.execute(select(Worker.pool, Worker.roles, alive)):
             for role in roles:
                 live[pool, role] = live.get((pool, role), False) or bool(is_alive)

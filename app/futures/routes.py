@@ -17,7 +17,8 @@ from app.futures.schemas import CancelFuture, RetrieveFuture
 from app.futures.service import Answer, QueueState, error_payload
 from app.json_route import StrictJsonRoute
 from app.responses import PayloadResponse, json_response
-from app.sampling.futures import SAMPLE_MARK
+from app.sampling.keys import SAMPLE_MARK
+from app.telemetry.context import note
 
 router = APIRouter(prefix="/api/v1", tags=["futures"], route_class=StrictJsonRoute)
 log = structlog.get_logger(__name__)
@@ -51,6 +52,7 @@ async def retrieve_future(
 
     With `allow_metadata_only`, a result over `metadata_first_bytes` is only announced: the client makes room for it.
     """
+    note(request_id=body.request_id)
     if owner_id is None:
         return await _outage(body.request_id)
     try:

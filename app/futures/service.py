@@ -16,10 +16,10 @@ from app.db import Database, database_clock
 from app.errors import Gone, NotFound
 from app.fleet.models import Worker
 from app.fleet.service import WORKER_SILENCE_S
-from app.runs import log
+from app.runs import limits, log
 from app.runs.models import Operation, Run
-from app.sampling.futures import SAMPLE_MARK, SampleFutures
-from app.sampling.keys import FEED_MARK
+from app.sampling.futures import Place, SampleFutures
+from app.sampling.keys import FEED_MARK, SAMPLE_MARK
 from app.shared_lookups import SharedLookups
 from app.storage.blobs import BlobMissing, BlobStore
 from app.wire.results_json import forward_backward_json, sample_json
@@ -32,8 +32,8 @@ _POLL_THREADS = 4
 _JSON_THREADS = 2
 """Threads that write results as JSON; each needs the interpreter, so more would only starve the event loop."""
 _BELIEVED_S = 1.0
-"""How long a process believes what it saw of a pool's workers and of the gaps in a run's log."""
-_EVER = 2**31
+"""How long a process believes what it saw of a pool's workers, of refused samples and of the gaps in a run's log."""
+_EVER = 2**31 - 1
 
 
 _FUTURE = (
@@ -74,6 +74,15 @@ class QueueState:
     reason: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _RunState:
+    """What keeps a run: the first sequence id that has not arrived; its pool; that its tenant has too many others."""
+
+    awaited_seq: int | None
+    pool: str | None
+    crowded_out: str | None
+
+
 def error_payload(message: str, category: str) -> bytes:
     """The JSON body of a failed future."""
     return orjson.dumps({"error": message, "category": category})
@@ -82,14 +91,18 @@ def error_payload(message: str, category: str) -> bytes:
 class FutureService:
     """Looks futures up, of training (the log) and of sampling (Redis)."""
 
-    def __init__(self, database: Database, blobs: BlobStore, samples: SampleFutures) -> None:
+    def __init__(
+        self, database: Database, blobs: BlobStore, samples: SampleFutures, *, runs_per_tenant: int = 0
+    ) -> None:
         self._database = database
         self._blobs = blobs
         self._samples = samples
+        self._runs_per_tenant = runs_per_tenant
         self._limiter = CapacityLimiter(_POLL_THREADS)
         self._writers = CapacityLimiter(_JSON_THREADS)
         self._worker_states: SharedLookups[QueueState] = SharedLookups(ttl_s=_BELIEVED_S)
-        self._awaited_seqs: SharedLookups[tuple[int | None, str | None]] = SharedLookups(ttl_s=_BELIEVED_S)
+        self._refusals: SharedLookups[QueueState] = SharedLookups(ttl_s=_BELIEVED_S)
+        self._run_states: SharedLookups[_RunState] = SharedLookups(ttl_s=_BELIEVED_S)
 
     async def look_up(self, owner_id: str, request_id: str, *, at_most: int | None = None) -> Answer | None:
         """What the owner's future has become, without its payload if that has more than `at_most` bytes; None while it
@@ -159,27 +172,51 @@ class FutureService:
     async def queue_state(self, request_id: str) -> QueueState:
         """Why a future has waited so long."""
         if SAMPLE_MARK in request_id:
-            return await self._worker_state(await self._samples.pool_of(request_id), "sample")
+            return await self._sample_state(await self._samples.place_of(request_id))
         model_id, _, seq = request_id.rpartition(":")
-        look = partial(self._in_thread, self._awaited, model_id)
-        awaited, pool = await self._awaited_seqs.get(model_id, look)
-        if awaited is not None and awaited < int(seq):
-            return QueueState("active", f"seq_id {awaited} of {model_id} has not arrived yet")
-        return await self._worker_state(pool, "train")
+        run = await self._run_states.get(model_id, partial(self._in_thread, self._run_state, model_id))
+        if run.awaited_seq is not None and run.awaited_seq < int(seq):
+            return QueueState("active", f"seq_id {run.awaited_seq} of {model_id} has not arrived yet")
+        state = await self._worker_state(run.pool, "train")
+        if state.state == "active" and run.crowded_out is not None:
+            return QueueState("paused_capacity", run.crowded_out)
+        return state
 
-    def _awaited(self, model_id: str) -> tuple[int | None, str | None]:
-        """The first sequence id of a run that has not arrived, and its pool."""
+    async def _sample_state(self, place: Place) -> QueueState:
+        state = await self._worker_state(place.pool, "sample")
+        if state.state != "active":
+            return state
+        return await self._refusals.get(place, partial(self._look_for_refusal, place))
+
+    async def _look_for_refusal(self, place: Place) -> QueueState:
+        full = await self._samples.refused(place)
+        if full == "owner full":
+            reason = f"{self._samples.most_of_an_owner} of your samples wait in pool {place.pool}, more are refused"
+            return QueueState("paused_rate_limit", f"{reason} until some are done")
+        if full == "pool full":
+            return QueueState("paused_capacity", f"too many samples wait in pool {place.pool}; more are refused")
+        return QueueState("active")
+
+    def _run_state(self, model_id: str) -> _RunState:
         with self._database.read() as session:
-            awaited = log.awaited_seq(session, model_id, _EVER)
-            return awaited, session.scalar(select(Run.pool).where(Run.id == model_id))
+            return _RunState(
+                log.awaited_seq(session, model_id, _EVER),
+                session.scalar(select(Run.pool).where(Run.id == model_id)),
+                limits.why_it_waits(session, model_id, self._runs_per_tenant),
+            )
 
     async def _worker_state(self, pool: str | None, role: str) -> QueueState:
         look = partial(self._in_thread, self._look_for_worker, pool, role)
         return await self._worker_states.get((pool, role), look)
 
     def _look_for_worker(self, pool: str | None, role: str) -> QueueState:
-        query = select(Worker.roles).where(Worker.pool == pool, Worker.last_seen > database_clock() - WORKER_SILENCE_S)
+        query = select(Worker.roles, Worker.draining)
+        query = query.where(Worker.pool == pool, Worker.last_seen > database_clock() - WORKER_SILENCE_S)
         with self._database.read() as session:
-            if any(role in roles for roles in session.scalars(query)):
-                return QueueState("active")
+            draining = [draining for roles, draining in session.execute(query) if role in roles]
+        if not all(draining):
+            return QueueState("active")
+        if draining:
+            reason = f"every {role} worker of pool {pool} is being emptied; the request waits for another"
+            return QueueState("paused_capacity", reason)
         return QueueState("paused_capacity", f"no {role} worker of pool {pool} is alive; the request waits for one")

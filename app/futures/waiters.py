@@ -75,6 +75,11 @@ class Waiters:
         self.stopping = True
         self.wake(list(self._waiting))
 
+    @property
+    def count(self) -> int:
+        """How many polls wait."""
+        return sum(map(len, tuple(self._waiting.values())))
+
     def expect(self, request_id: str, owner_id: str) -> None:
         """This process has just accepted the request: until its notice comes, a poll need not look it up to wait."""
         if request_id not in self._announced:

@@ -23,6 +23,7 @@ from app.runs.requests import Submitted, fingerprint, readable, validate
 from app.runs.schemas import CreateFromWeights, CreateModel, Info, ModelData, OptimizerConfig
 from app.sessions.service import require_live
 from app.settings import Settings
+from app.telemetry.context import note
 
 
 class RunCreation:
@@ -80,6 +81,7 @@ class RunCreation:
         session_id, model_seq_id = readable(data, "session_id", "model_seq_id", 0)
         assert isinstance(data, dict)
         model_id = f"{session_id}:train:{model_seq_id}"
+        note(model_id=model_id, request_id=log.request_id_of(model_id, 0))
         mark = fingerprint(data)
         run = Run(
             id=model_id,

@@ -150,6 +150,11 @@ class Ready:
     body_bytes: int
     small_body: bytes | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def request_id(self) -> str:
+        """Its future."""
+        return request_id_of(self.model_id, self.seq_id)
+
 
 _SMALL_BODY_BYTES = 1024
 _READY = (

@@ -67,6 +67,24 @@ class Operation(Base):
             postgresql_where=text("state = 'accepted'"),
         ),
         Index("ix_operations_finished", "finished_at"),
+        Index(
+            "ix_operations_body_blob",
+            "body_blob",
+            sqlite_where=text("body_blob IS NOT NULL"),
+            postgresql_where=text("body_blob IS NOT NULL"),
+        ),
+        Index(
+            "ix_operations_result_blob",
+            "result_blob",
+            sqlite_where=text("result_blob IS NOT NULL"),
+            postgresql_where=text("result_blob IS NOT NULL"),
+        ),
+        Index(
+            "ix_operations_loads",
+            "model_id",
+            sqlite_where=text("kind = 'load_weights'"),
+            postgresql_where=text("kind = 'load_weights'"),
+        ),
     )
 
     model_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)

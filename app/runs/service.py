@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import orjson
+import structlog
 from sqlalchemy.exc import IntegrityError
 
 from app.accounts.key_ring import KeyRing
@@ -46,12 +47,15 @@ from app.sampling.records import find_recorded
 from app.sessions.service import require_live_run
 from app.settings import Settings
 from app.storage.blobs import BlobStore
+from app.telemetry.context import note
 from app.wire import tinker_pb2 as pb
 from app.wire.training import (
     canonical_forward_backward,
     decode_forward_backward,
 )
 from app.wire.training_json import encode_request
+
+logger = structlog.get_logger(__name__)
 
 ADAMW = "adamw"
 _CACHED_RUNS = 4096
@@ -241,6 +245,7 @@ class RunService:
         mark: Callable[[], str],
         prepare: Callable[[RunFacts], Prepared],
     ) -> Submitted:
+        note(model_id=model_id, request_id=log.request_id_of(model_id, seq_id))
         facts = self._run_facts(owner_id, model_id)
         body, tokens, failure = _NO_BODY, 0, None
         try:
@@ -291,6 +296,7 @@ class RunService:
         if not added or failure:  # a repeat; the first one's body is kept
             self._drop(body)
         will_finish = added and failure is None
+        logger.debug("submitted", kind=kind, tokens=tokens, repeated=not added, failed=failure is not None)
         return Submitted(log.request_id_of(model_id, seq_id), model_id, kind, run.pool, run.worker_id, will_finish)
 
     def _drop(self, body: Payload) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +26,9 @@ from app.errors import InvalidRequest, NotFound, TinworksError, TooBusy, Unavail
 from app.fleet.doorbells import DoorbellPublisher
 from app.fleet.service import ServedModel, find_model
 from app.futures.waiters import Waiters
-from app.sampling.futures import SAMPLE_MARK
-from app.sampling.keys import TOKENS_FIELD, request_key, result_key, tokens_key
-from app.sampling.store import SampleAnswer, SampleInbox, StoredAnswer
+from app.sampling.keys import SAMPLE_MARK, TOKENS_FIELD, request_key, result_key, tokens_key
+from app.sampling.router import SampleRouter
+from app.sampling.store import SampleAnswer, SampleInbox, StoredAnswer, too_busy
 from app.wire.sampling import StoredSample, encode_stored
 from app.wire.streaming import decode_tokens
 from app.wire.types import SampleRequest, StreamedToken
@@ -61,7 +62,7 @@ class DirectSample:
     been read."""
 
     request_id: str
-    pool: str
+    stored: StoredSample
     body: bytes
     cursor: bytes = b"-"
     over: bool = field(default=False)
@@ -89,12 +90,14 @@ class DirectSampling:
         database: Database,
         client: redis.asyncio.Redis,
         inbox: SampleInbox,
+        router: SampleRouter,
         doorbells: DoorbellPublisher,
         waiters: Waiters,
     ) -> None:
         self._database = database
         self._redis = client
         self._inbox = inbox
+        self._router = router
         self._doorbells = doorbells
         self._waiters = waiters
 
@@ -115,17 +118,18 @@ class DirectSampling:
         stored = StoredSample(
             target.owner_id, NO_SESSION, model.pool, target.snapshot_id, request, model.name, stream=stream
         )
-        sample = DirectSample(request.request_id, model.pool, encode_stored(stored))
-        if not await _reached(self._store(sample)):
-            raise TooBusy(f"too many samples wait for {model.name!r}; try again")
+        sample = DirectSample(request.request_id, stored, encode_stored(stored))
+        await _reached(self._store(sample))
         return sample
 
-    async def _store(self, sample: DirectSample) -> bool:
-        """Store a request and tell the samplers; False if too many wait."""
-        if await self._inbox.submit(sample.request_id, sample.pool, sample.body) == "full":
-            return False
-        self._doorbells.ring_sample(request_id=sample.request_id, pool=sample.pool)
-        return True
+    async def _store(self, sample: DirectSample) -> None:
+        """Store a request and tell the samplers. Raises TooBusy."""
+        stored, request = sample.stored, sample.stored.request
+        outcome = await self._inbox.submit(sample.request_id, stored.pool, sample.body, owner_id=stored.owner_id)
+        if outcome == "owner full" or outcome == "pool full":
+            raise too_busy(outcome, self._inbox.depths, stored.base_model)
+        home = await self._router.home(stored.pool, stored.snapshot_id, request.prompt, request.num_samples)
+        self._doorbells.ring_sample(request_id=sample.request_id, pool=stored.pool, worker_id=home)
 
     async def follow(self, sample: DirectSample) -> AsyncGenerator[Progress, None]:
         """All news of a sample, the last with its response. Raises InvalidRequest or SampleFailed if it failed,
@@ -141,7 +145,8 @@ class DirectSampling:
                     tokens, answer, known = await self._look(sample)
                     if answer is None and not known:
                         log.warning("sample_lost", request_id=sample.request_id)
-                        await self._store(sample)
+                        with suppress(TooBusy):  # it stays lost until there is room
+                            await self._store(sample)
                 except (RedisError, OSError) as error:
                     away_since = away_since or clock()
                     if clock() - away_since > _OUTAGE_S:
@@ -172,7 +177,7 @@ class DirectSampling:
         try:
             if not sample.over:
                 answer = SampleAnswer.failed("the sample was cancelled by its client", "user")
-                await self._inbox.cancel(sample.request_id, sample.pool, answer)
+                await self._inbox.cancel(sample.request_id, sample.stored.pool, answer)
                 return
             request_id = sample.request_id
             await self._redis.delete(request_key(request_id), result_key(request_id), tokens_key(request_id))
@@ -203,9 +208,9 @@ def _response(answer: StoredAnswer) -> bytes:
     raise InvalidRequest(failure["error"]) if failure["category"] == "user" else SampleFailed(failure["error"])
 
 
-async def _reached(stored: Awaitable[bool]) -> bool:
+async def _reached(stored: Awaitable[None]) -> None:
     try:
-        return await stored
+        await stored
     except (RedisError, OSError) as error:
         raise _away() from error
 

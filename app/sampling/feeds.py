@@ -42,7 +42,7 @@ class CompletionFeeds:
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._read = client.register_script(scripts.READ_FEED)
-        self._forget = client.register_script(scripts.FORGET)
+        self._forget = client.register_script(scripts.FORGET_RESULTS)
         self._remind = client.register_script(scripts.REMIND)
 
     async def read(self, feed: str, cursor: int) -> tuple[list[Completion], int]:

@@ -15,16 +15,17 @@ from app.errors import Gone, NotFound, Unavailable
 from app.sampling.feeds import Completion, CompletionFeeds
 from app.sampling.keys import feed_key
 from app.sampling.models import SamplingSession
-from app.sampling.store import SampleAnswer, SampleInbox, StoredAnswer
+from app.sampling.store import Full, SampleAnswer, SampleInbox, StoredAnswer
 from app.sessions.models import ClientSession
 
-SAMPLE_MARK = ":sample:"
 _CACHED_SAMPLERS = 10_000
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampler:
+class Place:
+    """Whose a sample is, and which pool samples it."""
+
     owner_id: str
     pool: str
 
@@ -36,7 +37,7 @@ class SampleFutures:
         self._database = database
         self._inbox = inbox
         self._feeds = feeds
-        self._samplers: dict[str, _Sampler] = {}
+        self._samplers: dict[str, Place] = {}
 
     async def look_up(self, owner_id: str, request_id: str, *, at_most: int | None = None) -> StoredAnswer | None:
         """A finished sample, without its payload if that has more than `at_most` bytes; None while it is pending.
@@ -71,9 +72,18 @@ class SampleFutures:
         own = [request_id for request_id in request_ids if _session_of(request_id) == sampling_session_id]
         await _redis(self._feeds.forget(own))
 
-    async def pool_of(self, request_id: str) -> str:
-        """The pool that samples a request. Raises NotFound."""
-        return (await self._sampler(_session_of(request_id))).pool
+    async def place_of(self, request_id: str) -> Place:
+        """Where a request waits. Raises NotFound."""
+        return await self._sampler(_session_of(request_id))
+
+    async def refused(self, place: Place) -> Full | None:
+        """What has kept this owner's newest samples out of the pool in the last seconds, if something has."""
+        return await _redis(self._inbox.refused(place.pool, place.owner_id))
+
+    @property
+    def most_of_an_owner(self) -> int:
+        """How many samples of one owner may wait in a pool."""
+        return self._inbox.depths.owner
 
     def join(self, owner_id: str, sampling_session_id: str) -> int:
         """A number for one more client of a sampling session: 1 or more, never given twice. Raises NotFound, Gone."""
@@ -96,13 +106,13 @@ class SampleFutures:
             )
             return joined.scalar_one()
 
-    async def _owned(self, owner_id: str, sampling_session_id: str) -> _Sampler:
+    async def _owned(self, owner_id: str, sampling_session_id: str) -> Place:
         sampler = await self._sampler(sampling_session_id)
         if sampler.owner_id != owner_id:
             raise _no_sampler(sampling_session_id)
         return sampler
 
-    async def _sampler(self, sampling_session_id: str) -> _Sampler:
+    async def _sampler(self, sampling_session_id: str) -> Place:
         sampler = self._samplers.get(sampling_session_id)
         if sampler is None:
             sampler = await run_in_threadpool(self._load, sampling_session_id)
@@ -111,13 +121,13 @@ class SampleFutures:
             self._samplers[sampling_session_id] = sampler
         return sampler
 
-    def _load(self, sampling_session_id: str) -> _Sampler:
+    def _load(self, sampling_session_id: str) -> Place:
         query = select(SamplingSession.owner_id, SamplingSession.pool).where(SamplingSession.id == sampling_session_id)
         with self._database.read() as session:
             row = session.execute(query).one_or_none()
         if row is None:
             raise _no_sampler(sampling_session_id)
-        return _Sampler(row.owner_id, row.pool)
+        return Place(row.owner_id, row.pool)
 
 
 def _session_of(request_id: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 SEQUENCES_PER_CLIENT = 1_000_000_000
 """A sampling session's n-th client numbers its samples from n times this (WIRE §3.5)."""
-
+SAMPLE_MARK = ":sample:"
+"""What follows a session's id in those of its sampling sessions and samples."""
 
 FEED_MARK = "feed:"
 TOKENS_FIELD = b"t"
@@ -37,8 +38,18 @@ def claims_key(request_id: str) -> str:
 
 
 def unfinished_key(pool: str) -> str:
-    """Sorted set of the pool's unfinished requests, by the time of their arrival."""
+    """Sorted set of the pool's unfinished requests, by the time since when nobody is expected to hold them."""
     return f"samples:{pool}"
+
+
+def refused_key(pool: str, owner_id: str) -> str:
+    """Key that is there while an owner was refused lately, and says what was full."""
+    return f"samples:{pool}:refused:{owner_id}"
+
+
+def samplers_key(pool: str) -> str:
+    """Hash of the pool's live samplers: when each was last heard of, and how much it has to do."""
+    return f"samplers:{pool}"
 
 
 def cancel_channel(pool: str) -> str:

@@ -53,5 +53,7 @@ async def asample(request: Request, owner_id: OwnerDep, services: ServicesDep) -
     if submitted.is_new:
         services.waiters.expect(submitted.request_id, owner_id)
         services.accepted.add(submitted.request_id)
-        services.doorbells.ring_sample(request_id=submitted.request_id, pool=submitted.pool)
+        services.doorbells.ring_sample(
+            request_id=submitted.request_id, pool=submitted.pool, worker_id=submitted.worker_id
+        )
     return json_response({"request_id": submitted.request_id, "sample_sequence_ids": submitted.sequence_ids})

@@ -1,4 +1,8 @@
-"""What happens to samples in Redis atomically: Lua, run by `store` and `feeds`.
+"""What happens to samples in Redis atomically: Lua, run by `store`, `endings` and `feeds`.
+
+Beside a pool's sorted set of unfinished requests are two hashes: `:whose` has the owner of each, `:owners` how many
+each owner has. Every request leaves all three at once. Its score is the time from which on nobody is expected to hold
+it: its arrival; once it is claimed, the end of the claim; 0 when a claim was given up.
 
 A feed has three keys below its prefix. `:log` is a sorted set of `<state><size> <request id>` by cursor, a time in
 microseconds that grows strictly, so that it goes on growing after Redis has lost everything. `:open` holds the requests
@@ -11,6 +15,11 @@ from __future__ import annotations
 FEED_TTL_S = 86400
 FEED_LENGTH = 50_000
 """A feed forgets its oldest entries beyond this; more samples than this do not wait at a time."""
+SMALL_SHARE = 256
+"""Of a pool that is full an owner may still have so many unfinished requests, or as many as are his equal share of the
+pool's limit if that is less: nobody can lock others out by filling it."""
+REFUSAL_NOTED_S = 5
+"""How long it is remembered that an owner was refused."""
 
 _SHARED = f"""
 local function now_us()
@@ -31,12 +40,22 @@ local function is_lost(id)
   return redis.call('EXISTS', 'sample:' .. id .. ':request', 'sample:' .. id .. ':result') == 0
 end
 
+local function leave(unfinished, id)
+  redis.call('ZREM', unfinished, id)
+  local owner = redis.call('HGET', unfinished .. ':whose', id)
+  if not owner then return end
+  redis.call('HDEL', unfinished .. ':whose', id)
+  if redis.call('HINCRBY', unfinished .. ':owners', owner, -1) < 1 then
+    redis.call('HDEL', unfinished .. ':owners', owner)
+  end
+end
+
 local function finish(unfinished, id, raw, feed, entry, ttl_s)
   if redis.call('SET', 'sample:' .. id .. ':result', raw, 'NX', 'EX', ttl_s) then
     redis.call('EXPIRE', 'sample:' .. id .. ':request', ttl_s)
     if redis.call('ZSCORE', feed .. ':open', id) then announce(feed, id, entry) end
   end
-  redis.call('ZREM', unfinished, id)
+  leave(unfinished, id)
   redis.call('DEL', 'sample:' .. id .. ':claim')
 end
 """
@@ -44,13 +63,30 @@ end
 SUBMIT = (
     _SHARED
     + f"""
-local request, unfinished = KEYS[1], KEYS[2]
-local body, max_waiting, ttl_s, id, feed, keep_feed = unpack(ARGV)
+local request, unfinished, refused = KEYS[1], KEYS[2], KEYS[3]
+local body, ttl_s, id, owner, max_of_pool, max_of_owner, feed, keep_feed = unpack(ARGV)
 if redis.call('EXISTS', request) == 1 then return redis.call('GET', request) end
-if redis.call('ZCARD', unfinished) >= tonumber(max_waiting) then return 'full' end
+
+local owners = unfinished .. ':owners'
+local own = tonumber(redis.call('HGET', owners, owner) or 0)
+local full = nil
+if own >= tonumber(max_of_owner) then
+  full = 'owner full'
+elseif redis.call('ZCARD', unfinished) >= tonumber(max_of_pool) then
+  local tenants = redis.call('HLEN', owners)
+  if own == 0 then tenants = tenants + 1 end
+  if own >= math.max(1, math.min({SMALL_SHARE}, math.floor(max_of_pool / tenants))) then full = 'pool full' end
+end
+if full then
+  redis.call('SET', refused, full, 'EX', {REFUSAL_NOTED_S})
+  return full
+end
+
 redis.call('SET', request, body, 'EX', ttl_s)
 local at = now_us()
 redis.call('ZADD', unfinished, at / 1000000, id)
+redis.call('HSET', unfinished .. ':whose', id, owner)
+redis.call('HINCRBY', owners, owner, 1)
 if keep_feed == '1' or redis.call('EXISTS', feed .. ':polled') == 1 then
   redis.call('ZADD', feed .. ':open', string.format('%.0f', at), id)
   redis.call('ZREMRANGEBYRANK', feed .. ':open', 0, -{FEED_LENGTH + 1})
@@ -60,52 +96,87 @@ return 'new'
 """
 )
 
-CLAIM = """
-local got = {}
-for i, id in ipairs(ARGV) do
-  if i > 2 then
-    local unfinished = redis.call('ZSCORE', KEYS[1], id)
-    if unfinished and redis.call('SET', 'sample:' .. id .. ':claim', ARGV[1], 'NX', 'PX', ARGV[2]) then
-      local body = redis.call('GET', 'sample:' .. id .. ':request')
-      if body then
-        redis.call('INCR', 'sample:' .. id .. ':claims')
-        redis.call('EXPIRE', 'sample:' .. id .. ':claims', 3600)
-        got[#got + 1] = id
-        got[#got + 1] = body
-        got[#got + 1] = redis.call('GET', 'sample:' .. id .. ':claims')
-      else
-        redis.call('ZREM', KEYS[1], id)
-      end
+CLAIM = (
+    _SHARED
+    + """
+local unfinished, got = KEYS[1], {}
+local holder, claim_ms, ttl_s = ARGV[1], ARGV[2], ARGV[3]
+local claim_ends = now_us() / 1000000 + claim_ms / 1000
+for i = 4, #ARGV do
+  local id = ARGV[i]
+  if redis.call('ZSCORE', unfinished, id)
+    and redis.call('SET', 'sample:' .. id .. ':claim', holder, 'NX', 'PX', claim_ms) then
+    local body = redis.call('GET', 'sample:' .. id .. ':request')
+    if body then
+      local claims = 'sample:' .. id .. ':claims'
+      got[#got + 1] = id
+      got[#got + 1] = body
+      got[#got + 1] = tostring(redis.call('INCR', claims))
+      redis.call('EXPIRE', claims, ttl_s)
+      redis.call('ZADD', unfinished, 'XX', claim_ends, id)
+    else
+      leave(unfinished, id)
+      redis.call('DEL', 'sample:' .. id .. ':claim')
     end
   end
 end
 return got
 """
+)
 
-RENEW = """
-local over = {}
-for i = 3, #ARGV do
+RENEW = (
+    _SHARED
+    + """
+local unfinished, over = KEYS[1], {}
+local me, claim_ms, ttl_s = ARGV[1], ARGV[2], ARGV[3]
+local claim_ends = now_us() / 1000000 + claim_ms / 1000
+for i = 4, #ARGV do
   local id = ARGV[i]
-  local key = 'sample:' .. id .. ':claim'
-  if redis.call('EXISTS', 'sample:' .. id .. ':result') == 1 then
+  local claim = 'sample:' .. id .. ':claim'
+  if redis.call('EXISTS', 'sample:' .. id .. ':result') == 1
+    or redis.call('EXPIRE', 'sample:' .. id .. ':request', ttl_s) == 0 then
     over[#over + 1] = id
   else
-    local holder = redis.call('GET', key)
-    if not holder or holder == ARGV[1] then redis.call('SET', key, ARGV[1], 'PX', ARGV[2]) end
+    local holder = redis.call('GET', claim)
+    if not holder or holder == me then
+      redis.call('SET', claim, me, 'PX', claim_ms)
+      redis.call('ZADD', unfinished, 'XX', claim_ends, id)
+    end
   end
 end
 return over
 """
+)
 
 RELEASE = """
-for i = 1, #KEYS, 2 do
-  if redis.call('GET', KEYS[i]) == ARGV[1] then
-    redis.call('DEL', KEYS[i])
-    redis.call('DECR', KEYS[i + 1])
-    redis.call('EXPIRE', KEYS[i + 1], ARGV[2])
+local unfinished = KEYS[1]
+local me, ttl_s = ARGV[1], ARGV[2]
+for i = 3, #ARGV do
+  local id = ARGV[i]
+  if redis.call('GET', 'sample:' .. id .. ':claim') == me then
+    redis.call('DEL', 'sample:' .. id .. ':claim')
+    redis.call('DECR', 'sample:' .. id .. ':claims')
+    redis.call('EXPIRE', 'sample:' .. id .. ':claims', ttl_s)
+    redis.call('ZADD', unfinished, 'XX', 0, id)
   end
 end
 """
+
+COUNT = """
+local change, ttl_s = ARGV[1], ARGV[2]
+for i = 3, #ARGV do
+  redis.call('INCRBY', 'sample:' .. ARGV[i] .. ':claims', change)
+  redis.call('EXPIRE', 'sample:' .. ARGV[i] .. ':claims', ttl_s)
+end
+"""
+
+ABANDONED = (
+    _SHARED
+    + """
+local latest = now_us() / 1000000 - ARGV[1]
+return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', latest, 'LIMIT', 0, ARGV[2])
+"""
+)
 
 FINISH = (
     _SHARED
@@ -129,6 +200,28 @@ finish(KEYS[1], id, raw, feed, entry, ttl_s)
 redis.call('PUBLISH', cancelled, id)
 redis.call('PUBLISH', done, id)
 return 1
+"""
+)
+
+FORGET_SAMPLES = (
+    _SHARED
+    + """
+local unfinished, gone = KEYS[1], {}
+for i = 3, #ARGV do
+  local id = ARGV[i]
+  if redis.call('ZSCORE', unfinished, id) and redis.call('EXISTS', 'sample:' .. id .. ':result') == 0 then
+    leave(unfinished, id)
+    for _, part in ipairs({'request', 'claim', 'claims', 'tokens'}) do
+      redis.call('DEL', 'sample:' .. id .. ':' .. part)
+    end
+    gone[#gone + 1] = id
+  end
+end
+if #gone > 0 then
+  redis.call('PUBLISH', ARGV[1], table.concat(gone, '\\n'))
+  redis.call('PUBLISH', ARGV[2], table.concat(gone, '\\n'))
+end
+return #gone
 """
 )
 
@@ -164,7 +257,7 @@ return redis.call('ZRANGEBYSCORE', log, '(' .. cursor, '+inf', 'WITHSCORES', 'LI
 """
 )
 
-FORGET = """
+FORGET_RESULTS = """
 for i, id in ipairs(ARGV) do
   if i > 1 and redis.call('TTL', 'sample:' .. id .. ':result') > tonumber(ARGV[1]) then
     redis.call('EXPIRE', 'sample:' .. id .. ':result', ARGV[1])

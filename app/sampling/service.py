@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from redis.exceptions import RedisError
 from sqlalchemy import select
@@ -12,23 +13,27 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from app.checkpoints import service as checkpoints
-from app.db import Database
-from app.errors import ConflictingReplay, Gone, InvalidRequest, NotFound, TooBusy, Unavailable
+from app.db import Database, utc_now
+from app.errors import ConflictingReplay, Gone, InvalidRequest, NotFound, Unavailable
 from app.fleet.service import ServedModel, find_model
 from app.runs.models import Run
 from app.sampling.checks import checked
-from app.sampling.futures import SAMPLE_MARK
+from app.sampling.keys import SAMPLE_MARK
 from app.sampling.models import SamplingSession
 from app.sampling.records import sequence_id
+from app.sampling.router import SampleRouter
 from app.sampling.schemas import CreateSamplingSession, Sample, Sampler
-from app.sampling.store import SampleInbox
+from app.sampling.store import SampleInbox, too_busy
 from app.sessions.models import ClientSession
 from app.sessions.service import require_live
+from app.telemetry.context import note
 from app.wire.sampling import StoredSample, decode_stored, encode_stored
 
 _CACHED_TARGETS = 10_000
 _TRUST_S = 2.0
 """How long a process believes that a sampling session's client has not finished since it looked."""
+_SEEN_ENOUGH = timedelta(seconds=60)
+"""A client that was seen so lately need not be marked as seen for the sake of a sample."""
 
 
 def sampling_session_id(session_id: str, seq_id: int) -> str:
@@ -49,20 +54,23 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class SubmittedSample:
-    """An accepted sample. `is_new` False: it is known already, so nobody needs to be rung."""
+    """An accepted sample. `worker_id`: the sampler that it goes to; None: any of the pool. `is_new` False: it is known
+    already, so nobody needs to be rung."""
 
     request_id: str
     sequence_ids: list[str]
     pool: str
+    worker_id: str | None
     is_new: bool
 
 
 class SamplingService:
     """Sampling of one API process."""
 
-    def __init__(self, database: Database, inbox: SampleInbox) -> None:
+    def __init__(self, database: Database, inbox: SampleInbox, router: SampleRouter) -> None:
         self._database = database
         self._inbox = inbox
+        self._router = router
         self._targets: dict[str, tuple[Target, float]] = {}
 
     # -- sampling sessions
@@ -131,22 +139,26 @@ class SamplingService:
         if target.follows_model_id is not None:
             snapshot_id = await run_in_threadpool(self._newest_snapshot, target.follows_model_id)
         request_id = f"{body.sampling_session_id}:{body.seq_id}"
+        note(request_id=request_id)
         request = checked(body, request_id, target.model)
         stored = StoredSample(owner_id, target.session_id, target.model.pool, snapshot_id, request, target.model.name)
         try:
-            outcome = await self._inbox.submit(request_id, target.model.pool, encode_stored(stored))
+            outcome = await self._inbox.submit(request_id, stored.pool, encode_stored(stored), owner_id=owner_id)
         except (RedisError, OSError) as error:
             raise Unavailable("the broker cannot be reached; try again") from error
-        if outcome == "full":
-            raise TooBusy(f"too many samples wait for {target.model.name!r}; try again")
+        if outcome == "owner full" or outcome == "pool full":
+            raise too_busy(outcome, self._inbox.depths, stored.base_model)
         if isinstance(outcome, bytes):
             known = decode_stored(outcome)
             if replace(known.request, prompt=()) != replace(request, prompt=()) or list(known.request.prompt) != list(
                 request.prompt
             ):
                 raise ConflictingReplay(f"seq_id: {body.seq_id} was already used for another sample")
+        worker_id = None
+        if outcome == "new":
+            worker_id = await self._router.home(stored.pool, snapshot_id, request.prompt, request.num_samples)
         sequence_ids = [sequence_id(request_id, i) for i in range(body.num_samples)]
-        return SubmittedSample(request_id, sequence_ids, target.model.pool, outcome == "new")
+        return SubmittedSample(request_id, sequence_ids, stored.pool, worker_id, outcome == "new")
 
     # -- targets
 
@@ -166,10 +178,13 @@ class SamplingService:
             row = session.get(SamplingSession, identity)
             if row is None:
                 raise NotFound(f"sampling_session_id: there is no sampling session {identity!r}")
-            finished = session.scalar(select(ClientSession.finished_at).where(ClientSession.id == row.session_id))
+            client = session.get_one(ClientSession, row.session_id)
             model = find_model(session, row.base_model)
-        if finished is not None:
+        if client.finished_at is not None:
             raise Gone(f"sampling_session_id: session {row.session_id!r} is finished")
+        if client.silent_since is not None or utc_now() - client.last_seen_at > _SEEN_ENOUGH:
+            with self._database.write() as session:  # who samples is not silent, even without heartbeats
+                require_live(session, row.owner_id, row.session_id)
         if model is None:
             raise InvalidRequest(f"base_model: no worker serves {row.base_model!r} any more")
         return Target(row.owner_id, row.session_id, model, row.snapshot_id, row.follows_model_id)

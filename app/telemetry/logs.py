@@ -8,6 +8,7 @@ import sys
 import structlog
 
 from app.settings import Settings
+from app.telemetry.context import add_ids
 
 _CHATTY = ("celery.app.trace", "celery.worker.strategy", "celery.redirected", "httpx", "kombu")
 """Loggers that say something for every message."""
@@ -18,6 +19,7 @@ def configure_logs(settings: Settings) -> None:
     level = getattr(logging, settings.log_level.upper())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        add_ids,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]

@@ -66,9 +66,9 @@ def web(*, host: str, port: int) -> ChildSpec:
 
 
 def worker(role: str, model: BaseModel) -> ChildSpec:
-    """A worker that trains and samples one model."""
+    """A worker that trains and samples one model. When it stops, all stop: its samples have nobody to hear of them."""
     command = _python("celery", "-A", "workers", "worker", "-Q", "train,sample")
-    return ChildSpec(role, command, {"TINWORKS_BASE_MODEL": model.setting})
+    return ChildSpec(role, command, {"TINWORKS_BASE_MODEL": model.setting, "TINWORKS_SAMPLE_DRAIN_S": "0"})
 
 
 def beat() -> ChildSpec:

@@ -13,8 +13,16 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 import tinker
 
 from tests.e2e.service import Service
+from tests.e2e.stack import running_stack
 
 MODEL = "tiny"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The servers that `TINWORKS_TEST_STACK` asks for."""
+    with running_stack(tmp_path_factory.mktemp("stack")):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sqlalchemy import select
 from app.db import Database
 from app.fleet.models import Worker
 from app.up.guard import kill_group
+from tests.e2e import stack
 from tests.e2e.service import free_port, wait_until
 from tests.services import dies_with_us
 
@@ -57,7 +59,11 @@ class RoleProcess:
 
     def terminate(self) -> None:
         """SIGTERM to the process, as platforms do."""
-        self._process.send_signal(signal.SIGTERM)
+        self.send(signal.SIGTERM)
+
+    def send(self, number: int) -> None:
+        """A signal to the process."""
+        self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int:
         """The exit status. Raises TimeoutExpired."""
@@ -70,18 +76,34 @@ class RoleProcess:
 
 
 class Deployment:
-    """All roles over one database and one Redis. Start processes from the main thread only."""
+    """All roles over one database and one Redis. Start processes from the main thread only.
 
-    def __init__(self, folder: Path, *, database_url: str, redis_url: str) -> None:
+    `model`: the folder of the model that is served as "tiny"; without one a tiny model that `start` makes. `commands`:
+    the lines of roles that are other than in the Procfile. `ready_s`: how long `start` waits for health. `environment`
+    may be changed until then.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        database_url: str,
+        redis_url: str,
+        model: Path | None = None,
+        commands: Mapping[str, str] | None = None,
+        ready_s: float = READY_S,
+    ) -> None:
         self.folder = folder
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.database = Database(database_url)
         self.redis: Any = redis.Redis.from_url(redis_url)
-        self._commands = read_procfile()
+        self._commands = read_procfile() | dict(commands or {})
+        self._ready_s = ready_s
         self._processes: list[RoleProcess] = []
-        model = folder / "models" / "tiny"
-        model.parent.mkdir(parents=True)
+        if model is None:
+            model = folder / "models" / "tiny"
+            model.parent.mkdir(parents=True)
         kept = {k: v for k, v in os.environ.items() if k not in _OURS and not k.startswith("TINWORKS_")}
         self.environment = {
             **kept,
@@ -94,6 +116,8 @@ class Deployment:
             "TINWORKS_AUTH": "keys",
             "TINWORKS_TORCH_THREADS": "1",
         }
+        if (servers := stack.current()) is not None:
+            self.environment |= servers.new_bucket()
 
     def start(self) -> None:
         """Make the tiny model, release, start every other role once, wait until healthz answers 200."""
@@ -149,7 +173,7 @@ class Deployment:
     def wait_healthy(self) -> None:
         """Wait for healthz 200; what it or the logs said last is in the failure."""
         try:
-            wait_until(lambda: self.health()[0] == 200, timeout_s=READY_S, what="healthz answers 200")
+            wait_until(lambda: self.health()[0] == 200, timeout_s=self._ready_s, what="healthz answers 200")
         except TimeoutError as error:
             raise RuntimeError(f"{self.health()}\n{self.logs()}") from error
 

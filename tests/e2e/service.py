@@ -12,6 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
+
+from app.settings import Settings
+from app.storage.blobs import BlobStore, LocalBlobStore
+from app.storage.s3 import open_bucket
+from tests.e2e import stack
 
 READY_TIMEOUT_S = 90.0
 
@@ -43,7 +49,12 @@ class Service:
         self._options = options
         clean = {k: v for k, v in os.environ.items() if k not in ("DATABASE_URL", "REDIS_URL", "PORT")}
         clean = {k: v for k, v in clean.items() if not k.startswith("TINWORKS_")}
-        self._environment = {**clean, "TINWORKS_TORCH_THREADS": "1", "OMP_NUM_THREADS": "1", **(environment or {})}
+        clean |= {"TINWORKS_TORCH_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        self.database_url = f"sqlite:///{data_dir}/tinworks.db"
+        if (servers := stack.current()) is not None:
+            self.database_url = servers.new_database()
+            clean |= servers.new_bucket() | {"DATABASE_URL": self.database_url}
+        self._environment = clean | (environment or {})
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -71,6 +82,15 @@ class Service:
             return httpx.get(f"{self.base_url}/api/v1/healthz", timeout=5).status_code
         except httpx.HTTPError:
             return 0
+
+    def blobs(self) -> BlobStore:
+        """Its blob store."""
+        if "TINWORKS_S3_BUCKET" not in self._environment:
+            return LocalBlobStore(self.data_dir / "blobs")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self._environment.items():
+                patch.setenv(name, value)
+            return open_bucket(Settings())
 
     def pid(self, role: str) -> int:
         """The process of a role, by its pid file."""

@@ -18,7 +18,7 @@ from tests.e2e.wire_client import WireClient
 
 
 def _keys(service: Service, *words: str) -> str:
-    environment = {**os.environ, "DATABASE_URL": f"sqlite:///{service.data_dir}/tinworks.db"}
+    environment = {**os.environ, "DATABASE_URL": service.database_url}
     command = [sys.executable, "-m", "app.cli", "keys", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 

@@ -16,14 +16,19 @@ from app.checkpoints.models import Checkpoint
 from app.db import Database
 from tests.e2e.conftest import MODEL
 from tests.e2e.data import batch, logprobs, train
+from workers import snapshot_files
 
 DATA = batch(51, [33, 7, 20])
 
 
 def _files_of(service, name: str) -> Path:  # type: ignore[no-untyped-def]
-    with Database(f"sqlite:///{service.data_dir}/tinworks.db").read() as session:
+    with Database(service.database_url).read() as session:
         snapshot_id = session.scalar(select(Checkpoint.snapshot_id).where(Checkpoint.name == name))
-    return Path(service.data_dir) / "blobs" / "snapshots" / str(snapshot_id)
+    folder = Path(service.data_dir) / "of-peft" / str(snapshot_id)
+    folder.mkdir(parents=True)
+    for file, data in snapshot_files.read(service.blobs(), str(snapshot_id)).items():
+        (folder / file).write_bytes(data)
+    return folder
 
 
 def _reference_logprobs(model: torch.nn.Module, data: list[types.Datum]) -> list[torch.Tensor]:

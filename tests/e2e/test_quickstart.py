@@ -61,6 +61,6 @@ def test_a_with_block_finishes_the_session(service, connect) -> None:  # type: i
     from app.sessions.models import ClientSession
 
     session_id = training.model_id.split(":")[0]
-    with Database(f"sqlite:///{service.data_dir}/tinworks.db").read() as session:
+    with Database(service.database_url).read() as session:
         row = session.scalar(select(ClientSession).where(ClientSession.id == session_id))
     assert row is not None and row.finish_reason == "success"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from tinker import types
 from app.fleet.models import Worker
 from app.fleet.queues import SAMPLE_TASK, operation_task, sample_queue, wake_queue
 from app.runs.models import Run
-from app.sampling.store import unfinished_key
+from app.sampling.keys import samplers_key, unfinished_key
 from app.settings import Settings
 from tests.e2e.data import batch, largest_gap, logprobs, train
 from tests.e2e.roles import Deployment, RoleProcess
@@ -230,25 +232,124 @@ def test_a_terminated_train_worker_hands_its_run_over(
     assert len(deployment.alive("train")) == 1
 
 
+def _busy_sampler(deployment: Deployment) -> tuple[RoleProcess, str]:
+    """A sample worker that has several requests in flight."""
+    workers = [(process, deployment.worker_id(process)) for process in deployment.alive("sample")]
+
+    def busy() -> list[tuple[RoleProcess, str]]:
+        return [(p, worker_id) for p, worker_id in workers if worker_id and _claimed_by(deployment, worker_id) >= 3]
+
+    wait_until(busy, timeout_s=20, what="a worker has several requests in flight")
+    return busy()[0]
+
+
+def test_samples_of_one_prompt_meet_at_one_worker(deployment: Deployment, sampler: tinker.SamplingClient) -> None:
+    deployment.scale(sample=2)
+    workers = {str(deployment.worker_id(process)) for process in deployment.alive("sample")}
+    assert len(workers) == 2
+
+    def both_are_known() -> bool:
+        return all(deployment.redis.hexists(samplers_key(POOL), worker_id) for worker_id in workers)
+
+    wait_until(both_are_known, timeout_s=5, what="both have said that they live")
+    params = types.SamplingParams(max_tokens=200, stop=[])
+    futures = [sampler.sample(PROMPT, 1, params) for _ in range(16)]
+    _, home = _busy_sampler(deployment)
+    assert [_claimed_by(deployment, other) for other in workers - {home}] == [0]
+    assert all(len(future.result(60).sequences[0].tokens) == 200 for future in futures)
+
+
+def test_a_drained_worker_is_emptied_and_its_clients_notice_nothing(
+    deployment: Deployment,
+    client: tinker.ServiceClient,
+    sampler: tinker.SamplingClient,
+    undisturbed: list[list[float]],
+) -> None:
+    deployment.scale(train=2, sample=2)
+    underway = _Underway(client)
+    underway.wait_for_middle()
+    holder = _holder(deployment, underway.model_id)
+    idle_sampler = deployment.worker_id(deployment.alive("sample")[0])
+    assert holder is not None and idle_sampler is not None
+
+    def state(worker_id: str) -> str:
+        workers = json.loads(deployment.tinworks("workers", "--json"))
+        return next(str(worker["state"]) for worker in workers if worker["id"] == worker_id)
+
+    for worker_id in (holder, idle_sampler):
+        assert worker_id in deployment.tinworks("workers", "drain", worker_id)
+    wait_until(lambda: state(holder) == state(idle_sampler) == "drained", timeout_s=20, what="both are empty")
+    assert _holder(deployment, underway.model_id) not in (holder, None)
+    assert largest_gap(underway.result(), undisturbed) < 1e-3
+    params = types.SamplingParams(max_tokens=8, stop=[])
+    samples = [sampler.sample(PROMPT, 1, params) for _ in range(20)]
+    assert all(len(sample.result(60).sequences[0].tokens) == 8 for sample in samples)
+    assert state(holder) == state(idle_sampler) == "drained"
+
+    for worker_id in (holder, idle_sampler):
+        deployment.tinworks("workers", "undrain", worker_id)
+    wait_until(lambda: "dra" not in state(holder) + state(idle_sampler), timeout_s=20, what="both work again")
+
+
 def test_samples_of_a_killed_worker_are_answered_by_another(
     deployment: Deployment, sampler: tinker.SamplingClient
 ) -> None:
     deployment.scale(sample=2)
-    workers = {process: deployment.worker_id(process) for process in deployment.alive("sample")}
     params = types.SamplingParams(max_tokens=200, stop=[])
     futures = [sampler.sample(PROMPT, 1, params) for _ in range(24)]
-
-    def busy() -> list[RoleProcess]:
-        return [process for process, worker_id in workers.items() if _claimed_by(deployment, worker_id) >= 3]
-
-    wait_until(busy, timeout_s=20, what="a worker has several requests in flight")
-    victim = busy()[0]
+    victim, worker_id = _busy_sampler(deployment)
     victim.kill()
     killed = time.monotonic()
-    assert _claimed_by(deployment, workers[victim]) > 0
+    assert _claimed_by(deployment, worker_id) > 0
     for future in futures:
         assert len(future.result(60).sequences[0].tokens) == 200
-    assert time.monotonic() - killed < 20
+    assert time.monotonic() - killed < 15
+
+
+@pytest.mark.parametrize("how", ["once", "again and again", "by SIGQUIT"])
+def test_a_sample_worker_that_is_told_to_stop_leaves_no_sample_behind(
+    deployment: Deployment, sampler: tinker.SamplingClient, how: str
+) -> None:
+    """One SIGTERM lets it finish what it has begun; a second one, or SIGQUIT, hands that over at once."""
+    deployment.scale(sample=2)
+    params = types.SamplingParams(max_tokens=240, stop=[])
+    futures = [sampler.sample(PROMPT, 1, params) for _ in range(48)]
+    leaving, worker_id = _busy_sampler(deployment)
+    number = signal.SIGQUIT if how == "by SIGQUIT" else signal.SIGTERM
+    leaving.send(number)
+
+    def has_left() -> bool:
+        if how == "again and again" and leaving.is_alive:
+            leaving.send(number)
+        return not leaving.is_alive
+
+    wait_until(has_left, timeout_s=EXIT_S + 10, what="it ends")
+    assert how == "once" or not all(future.done() for future in futures)
+    assert deployment.worker_id(leaving) is None
+    assert _claimed_by(deployment, worker_id) == 0
+    for future in futures:
+        assert len(future.result(60).sequences[0].tokens) == 240
+
+
+def _restart_web(deployment: Deployment) -> None:
+    (web,) = deployment.alive("web")
+    web.terminate()
+    web.wait(10)
+    deployment.run("web")
+    deployment.wait_healthy()
+
+
+def test_clients_back_off_from_a_full_queue_and_finish(
+    deployment: Deployment, sampler: tinker.SamplingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment.scale(sample=1)
+    with monkeypatch.context() as patch:
+        patch.setitem(deployment.environment, "TINWORKS_MAX_WAITING_SAMPLES_PER_TENANT", "4")
+        _restart_web(deployment)
+        futures = [sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=40, stop=[])) for _ in range(12)]
+        wait_until(lambda: deployment.redis.keys("samples:*:refused:*"), timeout_s=10, what="a sample was refused")
+        assert all(len(future.result(60).sequences[0].tokens) == 40 for future in futures)
+    _restart_web(deployment)
 
 
 def test_health_names_the_role_whose_last_worker_died(deployment: Deployment) -> None:

@@ -126,7 +126,7 @@ def test_recorded_samples_are_on_record_as_the_client_got_them(service) -> None:
     sampled = [sequence for future in futures for sequence in future.result(60).sequences]
     plain = client.create_sampling_client(base_model=MODEL).sample(PROMPT, 1, params).result(60).sequences[0]
     ids = [sequence.sequence_id for sequence in sampled]
-    database = Database(f"sqlite:///{service.data_dir}/tinworks.db")
+    database = Database(service.database_url)
     with database.read() as session:
         owner_id = session.scalar(select(Run.owner_id).where(Run.id == run.model_id))
         session_id = run.model_id.partition(":")[0]

@@ -38,7 +38,7 @@ def make_key(strict: Service) -> Callable[[str], str]:
     """Makes keys by owner."""
 
     def make(owner: str) -> str:
-        environment = {**os.environ, "DATABASE_URL": f"sqlite:///{strict.data_dir}/tinworks.db"}
+        environment = {**os.environ, "DATABASE_URL": strict.database_url}
         command = [sys.executable, "-m", "app.cli", "keys", "create", owner, "--name", f"key of {owner}"]
         made = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
         return re.search(r"tml-[\w-]{20,}", made).group()  # type: ignore[union-attr]

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
 
 from app.wire.types import SampleResult
-from workers.sample.engines.base import Cancelled, Job
+from workers.sample.adapter_files import AdapterFiles
+from workers.sample.adapters import AdapterStore
+from workers.sample.engines.base import AdapterHandle, Cancelled, Engine, Job
 
 
 class HeldEngine:
@@ -38,4 +43,21 @@ class HeldEngine:
                 job.finish(outcome)
         return bool(ended)
 
+    def load_adapter(self, snapshot_id: str, folder: Path) -> AdapterHandle:
+        return snapshot_id
+
+    def unload_adapter(self, handle: AdapterHandle) -> None:
+        pass
+
+    def on_event(self, wake: Callable[[], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     running = waiting = 0
+
+
+def base_model_only(engine: Engine) -> AdapterStore:
+    """The adapters of a sampler that is asked for none."""
+    return AdapterStore(engine, cast(AdapterFiles, None), capacity=1)

@@ -16,6 +16,7 @@ import orjson
 import pytest
 from tinker.types import ExternalWeightsUrlsResponse
 
+from app.checkpoints import uploads
 from app.checkpoints.links import LinkSigner, Target
 from app.checkpoints.service import snapshot_folder
 from app.db import utc_now
@@ -103,6 +104,17 @@ def test_only_exported_weights_have_a_url_for_each_file(api: Api, kind: str) -> 
     answer = api.send("GET", f"{address}/external_weights_urls")
     assert answer.status_code == 400
     assert answer.json()["detail"].startswith("checkpoint_id: ") and "external_weights" in answer.json()["detail"]
+
+
+def test_an_archive_whose_files_are_on_their_way_to_the_store_is_asked_for_again(each_api: Api) -> None:
+    address, snapshot_id = make(each_api, "sampler_weights")
+    with each_api.database.write() as session:
+        uploads.expect(session, snapshot_id)
+    answer = archive(each_api, address)
+    assert answer.status_code == 503 and "retry-after" in answer.headers
+    with each_api.database.write() as session:
+        uploads.uploaded(session, snapshot_id)
+    assert archive(each_api, address).status_code == 302
 
 
 def test_files_that_are_gone_are_a_404(api: Api) -> None:

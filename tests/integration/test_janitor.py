@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import redis
+import redis.asyncio
 from sqlalchemy import select, update
 
 from app.checkpoints.models import Checkpoint, Snapshot
 from app.custom_losses.models import CustomLoss
 from app.db import Database, database_clock, get_database, utc_now
 from app.fleet.models import Worker
+from app.fleet.queues import wake_queue
 from app.runs import log
 from app.runs.log import FAILED, Finished, Payload
 from app.runs.models import Operation, Run
+from app.sampling.keys import request_key, unfinished_key
+from app.sampling.store import Depths, SampleInbox
 from app.sessions.models import ClientSession
 from app.sessions.service import heartbeat
 from app.storage.blobs import get_blob_store
-from tests.factories import add_checkpoint, add_operation, add_worker, new_run
+from app.up.network import free_port
+from tests.factories import POOL, add_checkpoint, add_model, add_operation, add_worker, new_run
 from workers.janitor import tidy
 
 
@@ -61,13 +68,56 @@ def test_silent_sessions_are_noted_and_a_heartbeat_revives_them(database: Databa
     assert not silent()
 
 
-def test_workers_that_died_long_ago_go(database: Database) -> None:
+def test_workers_that_died_long_ago_go_with_their_doorbells(database: Database, redis_url: str) -> None:
     with database.write() as session:
         alive, dead = add_worker(session), add_worker(session)
         session.execute(update(Worker).where(Worker.id == dead).values(last_seen=database_clock() - 601))
-    tidy()
+    with redis.Redis.from_url(redis_url) as server:
+        for worker_id in (alive, dead):
+            server.lpush(wake_queue(worker_id), "a doorbell")
+        tidy()
+        assert [server.exists(wake_queue(worker_id)) for worker_id in (alive, dead)] == [1, 0]
     with database.read() as session:
         assert list(session.scalars(select(Worker.id))) == [alive]
+
+
+@pytest.mark.parametrize("end", ["silent for long", "silent for a moment", "finished", None])
+def test_samples_of_sessions_that_have_ended_go(database: Database, run: Run, redis_url: str, end: str | None) -> None:
+    """A client that was silent for a moment only may have been kept away by an outage of ours."""
+    values: dict[str, object] = {
+        "silent for long": {"silent_since": utc_now() - timedelta(seconds=31)},
+        "silent for a moment": {"silent_since": utc_now() - timedelta(seconds=1)},
+        "finished": {"finished_at": utc_now()},
+        None: {"silent_since": None},
+    }[end]  # type: ignore[assignment]
+    with database.write() as session:
+        add_model(session)
+        session.execute(update(ClientSession).values(**values))
+    own, direct = f"{run.session_id}:sample:0:7", "direct:sample:0a"
+    submit(redis_url, POOL, own, direct)
+    tidy()
+    with redis.Redis.from_url(redis_url) as server:
+        left = {raw.decode() for raw in server.zrange(unfinished_key(POOL), 0, -1)}  # type: ignore[union-attr]
+        assert left == ({direct} if end in ("silent for long", "finished") else {own, direct})
+        assert bool(server.exists(request_key(own))) == (own in left)
+
+
+def submit(redis_url: str, pool: str, *request_ids: str) -> None:
+    async def store() -> None:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            for request_id in request_ids:
+                await SampleInbox(client, depths=Depths(9, 9)).submit(request_id, pool, b"body", owner_id="o")
+
+    asyncio.run(store())
+
+
+def test_tidying_goes_on_while_redis_is_away(database: Database, run: Run, configure: Callable[..., None]) -> None:
+    with database.write() as session:
+        add_checkpoint(session, run, "old", expires_at=utc_now() - timedelta(seconds=1))
+    configure(REDIS_URL=f"redis://127.0.0.1:{free_port()}/0")
+    tidy()
+    with get_database().read() as session:
+        assert not session.scalars(select(Checkpoint.name)).all()
 
 
 def test_gaps_are_filled(database: Database, run: Run) -> None:

@@ -23,7 +23,7 @@ from app.storage.blobs import get_blob_store
 from app.wire.types import SampledSequence, SampleResult, StreamedToken
 from tests.factories import POOL, add_checkpoint
 from tests.integration.conftest import Api, running
-from tests.integration.held_engine import HeldEngine
+from tests.integration.held_engine import HeldEngine, base_model_only
 from tests.services import wait_for
 from tests.unit.app.compat.tokenizer_lab import END, hugging_face, ours
 from workers.model.tiny import CHAT_TEMPLATE
@@ -96,7 +96,7 @@ def engine(server: redis.Redis) -> Iterator[TellingEngine]:
     """The engine of a sampler that takes what waits."""
     held = TellingEngine()
     usage = SimpleNamespace(start=lambda: None, stop=lambda timeout_s: None, counted=lambda stored, deliver: deliver)
-    stubs: dict[str, Any] = {"usage": usage, "adapters": SimpleNamespace(get=lambda snapshot_id: None)}
+    stubs: dict[str, Any] = {"usage": usage, "adapters": base_model_only(held)}
     stubs["recorder"] = SimpleNamespace(start=lambda: None, stop=lambda timeout_s: None)
     settings = Settings(sample_claim_s=0.3)
     sampler = SampleService(worker_id="w1", pool=POOL, engine=held, redis=server, settings=settings, **stubs)

@@ -27,7 +27,7 @@ from app.wire.sampling import encode_result
 from app.wire.types import SampledSequence, SampleResult
 from tests.factories import POOL, add_recorded_sample, new_run
 from tests.integration.conftest import Api
-from tests.integration.held_engine import HeldEngine
+from tests.integration.held_engine import HeldEngine, base_model_only
 from tests.services import wait_for
 from workers.janitor import tidy
 from workers.sample.recorder import SampleRecorder
@@ -172,7 +172,7 @@ class Sampling:
             "usage": SimpleNamespace(
                 start=lambda: None, stop=lambda timeout_s: None, counted=lambda stored, deliver: deliver
             ),
-            "adapters": SimpleNamespace(get=lambda snapshot_id: None),
+            "adapters": base_model_only(self.engine),
         }
         self.service = SampleService(
             worker_id="w1",

@@ -16,7 +16,7 @@ from app.settings import Settings
 from app.wire.types import SampledSequence, SampleResult
 from tests.factories import POOL
 from tests.integration.conftest import Api
-from tests.integration.held_engine import HeldEngine
+from tests.integration.held_engine import HeldEngine, base_model_only
 from tests.services import wait_for
 from workers.sample.service import SampleService
 
@@ -32,7 +32,7 @@ def engine(server: redis.Redis) -> Iterator[HeldEngine]:
     """The engine of a sampler that takes what waits."""
     held = HeldEngine()
     usage = SimpleNamespace(start=lambda: None, stop=lambda timeout_s: None, counted=lambda stored, deliver: deliver)
-    stubs: dict[str, Any] = {"usage": usage, "adapters": SimpleNamespace(get=lambda snapshot_id: None)}
+    stubs: dict[str, Any] = {"usage": usage, "adapters": base_model_only(held)}
     stubs["recorder"] = SimpleNamespace(start=lambda: None, stop=lambda timeout_s: None)
     settings = Settings(sample_claim_s=0.3)
     sampler = SampleService(worker_id="w1", pool=POOL, engine=held, redis=server, settings=settings, **stubs)

@@ -223,6 +223,7 @@ def test_a_checkpoint_of_another_base_model_is_refused(lab: Lab) -> None:
     manifest = snapshots.read(lab.blobs, lab.snapshot_of(client, "weights", "foreign"))
     manifest["state.json"] = manifest["state.json"].replace(lab.base.facts.config_hash.encode(), b"0" * 64)
     foreign = snapshots.SnapshotFiles(lab.snapshot_of(client, "weights", "foreign"), "state", manifest)
+    lab.blobs.delete(snapshot_folder(foreign.id))
     snapshots.write(lab.blobs, foreign)
     load = client.load(path_of(client, "foreign"), optimizer=True)
     lab.work(loop)

@@ -114,6 +114,24 @@ class Adapter:
             tensor.copy_(state[name])
 
 
+class HostCopy:
+    """The weights of an adapter as they are now, in host memory, to be written while it is trained further. `modules`
+    and `state` as those of the adapter."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        flat = adapter.flat.detach().to("cpu", copy=True)
+        self.config = adapter.config
+        self.modules = tuple(adapter.modules)
+        self._state = {
+            name: flat.as_strided(view.shape, view.stride(), view.storage_offset())
+            for name, view in adapter.state().items()
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """`<path>.lora_A` and `<path>.lora_B`."""
+        return self._state
+
+
 def draw_a(flat: Tensor, seed: int, path: str, in_features: int) -> None:
     """Fill `flat` with the initial A of the module `path`: kaiming_uniform(a=√5), that is U(±1/√I)."""
     digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()

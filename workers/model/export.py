@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from app.checkpoints.encryption import encrypt
 from app.wire.types import LoraConfig
+from workers.model.adapter import HostCopy
 from workers.model.base import BaseModel
 from workers.model.lora import Adapter
 from workers.model.peft_layout import flattened, own_names, targeting, unflattened, weight_name
+from workers.model.tensor_file import Pack, write_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_METADATA = {"format": "pt"}
 
 PLAIN: Mapping[str, Any] = {
     "bias": "none",
@@ -37,14 +41,39 @@ class BadAdapterFile(ValueError):
     """The files are not an adapter of this base model; the message says what does not fit."""
 
 
-def peft_files(adapter: Adapter, base_name: str, base: BaseModel) -> dict[str, bytes]:
+def peft_files(adapter: Adapter | HostCopy, base_name: str, base: BaseModel) -> dict[str, bytes]:
     """`adapter_config.json` and `adapter_model.safetensors` of `adapter`; the same adapter gives the same bytes.
 
     `base_name`: what the files call the base model. A trained unembedding is a plain LoRA target of its name, also
     where it is tied to the embedding. Raises ValueError if `adapter` is not one of `base`.
     """
+    config = _peft_config(adapter, base_name, base)
+    tensors, pack = _peft_tensors(adapter, base)
+    packed = {name: pack(name, tensor.cpu()) for name, tensor in tensors.items()}
+    return {CONFIG_FILE: config, WEIGHTS_FILE: safetensors.torch.save(packed, _METADATA)}
+
+
+def write_peft(adapter: Adapter | HostCopy, base_name: str, base: BaseModel, folder: Path) -> dict[str, Path]:
+    """The files of `peft_files`, byte for byte, in a folder. No second copy of the adapter is made in memory."""
+    paths = {name: folder / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    paths[CONFIG_FILE].write_bytes(_peft_config(adapter, base_name, base))
+    write_tensors(paths[WEIGHTS_FILE], *_peft_tensors(adapter, base), _METADATA)
+    return paths
+
+
+def _peft_tensors(adapter: Adapter | HostCopy, base: BaseModel) -> tuple[dict[str, Tensor], Pack]:
+    """The adapter's tensors by PEFT's names, and what gives them the shapes that they have there."""
+    tensors, factors = {}, {}
+    for own, tensor in adapter.state().items():
+        path, _, factor = own.rpartition(".")
+        name = weight_name(path, base.targets[path], factor)
+        tensors[name], factors[name] = tensor, factor
+    return tensors, lambda name, tensor: flattened(factors[name], tensor)
+
+
+def _peft_config(adapter: Adapter | HostCopy, base_name: str, base: BaseModel) -> bytes:
     groups = {base.targets[path].group for path in adapter.modules if path in base.targets}
-    if {path for path, target in base.targets.items() if target.group in groups} != adapter.modules.keys():
+    if {path for path, target in base.targets.items() if target.group in groups} != set(adapter.modules):
         raise ValueError(f"the adapter is not one of {base.name_or_path}")
     alpha = adapter.config.alpha
     config = {
@@ -60,18 +89,11 @@ def peft_files(adapter: Adapter, base_name: str, base: BaseModel) -> dict[str, b
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         **targeting(base, adapter.modules),
     }
-    tensors = {}
-    for name, tensor in sorted(adapter.state().items()):
-        path, _, factor = name.rpartition(".")
-        tensors[weight_name(path, base.targets[path], factor)] = flattened(factor, tensor.cpu())
-    return {
-        CONFIG_FILE: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
-        WEIGHTS_FILE: safetensors.torch.save(tensors, {"format": "pt"}),
-    }
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
 def exported_files(
-    adapter: Adapter, base_name: str, base: BaseModel, *, recipients: Sequence[str] | None
+    adapter: Adapter | HostCopy, base_name: str, base: BaseModel, *, recipients: Sequence[str] | None
 ) -> dict[str, bytes]:
     """The files of `peft_files`; with `recipients` each is encrypted to them and has `.age` behind its name. Raises
     ValueError, or InvalidRequest for a recipient that nothing can be encrypted to.

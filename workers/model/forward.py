@@ -18,6 +18,7 @@ from app.errors import InvalidRequest
 from app.runs.checks import Limits, check_batch, check_custom_batch
 from app.runs.loss_specs import LOSS_SPECS
 from app.wire.types import Datum, ForwardBackwardOutput
+from workers.metrics import count_micro_batches
 from workers.model.base import BaseModel
 from workers.model.batch import MicroBatch, Part, Row, assemble, pack, stack_inputs
 from workers.model.custom_loss import CustomLoss
@@ -121,7 +122,9 @@ def _run(base: BaseModel, works: Sequence[Work], group: Sequence[int], micro_bat
     results = {i: Result() for i in group}
     with torch.set_grad_enabled(backward):
         lengths = [len(row.datum.tokens) for row in rows]
-        for indices in pack(lengths, owners, micro_batch_tokens, padded=base.pads):
+        batches = pack(lengths, owners, micro_batch_tokens, padded=base.pads)
+        count_micro_batches(batches, lengths, padded=base.pads)
+        for indices in batches:
             batch = assemble([rows[i] for i in indices], base.device, padded=base.pads)
             _run_micro_batch(base, works, batch, results)
     if backward:

@@ -13,6 +13,7 @@ from app.billing.meter import Meter, UsageKind
 from app.db import Database
 from app.wire.sampling import StoredSample
 from app.wire.types import SampleResult
+from workers.metrics import count_sample
 
 logger = structlog.get_logger(__name__)
 
@@ -45,6 +46,7 @@ class SampleUsage:
 
         def count_and_deliver(outcome: SampleResult | Exception) -> None:
             deliver(outcome)
+            count_sample(outcome, prompt_tokens=len(stored.request.prompt))
             if isinstance(outcome, SampleResult):
                 self.count(stored, outcome)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import structlog
 from sqlalchemy.orm import Session
 
 from app.billing.meter import UsageKind
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, StorageUnavailable
 from app.runs.log import Failure, Ready
 from workers.train.slots import RunState, Slot
 from workers.train.snapshots import BadSnapshot
@@ -24,7 +25,10 @@ Bodies = Mapping[tuple[str, int], bytes]
 @dataclass(slots=True)
 class Effect:
     """What became of an operation. `rows` are written, `run_values` set, and `usage` is counted in the commit that
-    finishes it."""
+    finishes it; `then` is called after it.
+
+    `write`: its files on their way to where readers find them; until that is done it is not committed (`held`).
+    """
 
     operation: Ready
     result: bytes | None = None
@@ -33,6 +37,8 @@ class Effect:
     rows: list[Callable[[Session], None]] = field(default_factory=list)
     run_values: dict[str, Any] = field(default_factory=dict)
     usage: dict[UsageKind, int] = field(default_factory=dict)
+    write: Future[Any] | None = None
+    then: list[Callable[[], None]] = field(default_factory=list)
 
 
 class NoState(Exception):
@@ -52,6 +58,9 @@ def failure_of(operation: Ready, error: Exception) -> Failure:
         return Failure(f"{operation.kind}: {error}", "user")
     if isinstance(error, NoState):
         return Failure("model_id: the run takes no operations, since its creation failed", "user")
+    if isinstance(error, StorageUnavailable):
+        log.warning("operation_not_stored", model_id=operation.model_id, seq_id=operation.seq_id, reason=error.reason)
+        return Failure(f"{operation.kind}: {error.detail}", "server")
     return _server_failure(operation, error)
 
 

@@ -11,12 +11,10 @@ from typing import Any
 
 import orjson
 
-from app.db import Database
 from app.errors import InvalidRequest
 from app.runs.log import FAILED, MISSING, Failure, Ready
 from app.runs.loss_specs import CUSTOM
 from app.runs.pinning import GRAPH_KEY
-from app.storage.blobs import BlobStore
 from app.wire.training import decode_forward_backward, encode_output, parse_forward_backward
 from app.wire.types import ForwardBackwardOutput
 from workers.model.custom_loss import compile_loss
@@ -27,17 +25,18 @@ from workers.train import snapshots, steps
 from workers.train.effects import Bodies, Effect, failure_of, state_of
 from workers.train.planner import STEP_KIND
 from workers.train.saves import Saver
+from workers.train.shared import SnapshotReader
 from workers.train.slots import RunState, Slot
 
 
 class Executor:
-    """Applies operations with one engine and one blob store."""
+    """Applies operations with one engine and one store of snapshots."""
 
-    def __init__(self, engine: Engine, database: Database, blobs: BlobStore) -> None:
+    def __init__(self, engine: Engine, saver: Saver, reader: SnapshotReader) -> None:
         self._engine = engine
         self._base = engine.base
-        self._blobs = blobs
-        self._saver = Saver(engine, database, blobs)
+        self._reader = reader
+        self._saver = saver
 
     # -- forward and backward
 
@@ -118,7 +117,8 @@ class Executor:
 
     def _load(self, effect: Effect, slot: Slot, body: dict[str, Any]) -> None:
         kind = slot.optimizer_kind
-        state = snapshots.read_state(self._blobs, body["snapshot_id"], self._base, kind, optimizer=body["optimizer"])
+        files = self._reader.read(body["snapshot_id"])
+        state = snapshots.state_of_files(files, self._base, kind, optimizer=body["optimizer"])
         if state.adapter.config.rank != slot.run.lora_rank:
             raise InvalidRequest(f"path: the checkpoint has rank {state.adapter.config.rank}, not {slot.run.lora_rank}")
         state.counters.version = slot.state.counters.version + 1 if slot.state else 0
@@ -141,10 +141,11 @@ def consume_failed(operation: Ready, slot: Slot) -> None:
         state.adapter.zero_grad()
 
 
-def give_up(operation: Ready, slot: Slot) -> Effect:
-    """Fail an operation that brought down whoever ran it."""
+def give_up(operation: Ready, slot: Slot, reason: str | None = None) -> Effect:
+    """Fail an operation that brought down whoever ran it. `reason`: why, if it was something else than a death."""
     consume_failed(operation, slot)
-    message = f"{operation.kind}: every worker that ran this operation died of it, so it was given up"
+    reason = reason or "every worker that ran this operation died of it, so it was given up"
+    message = f"{operation.kind}: {reason}"
     effect = Effect(operation, failure=Failure(message, "server"))
     if operation.seq_id == 0:
         effect.run_values["failed"] = True

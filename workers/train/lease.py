@@ -111,6 +111,12 @@ def free_runs(session: Session, model_ids: Iterable[str], *, worker_id: str) -> 
     return set(session.scalars(select(Run.id).where(Run.id.in_(list(model_ids)), _is_free(worker_id))))
 
 
+def owners_of(session: Session, model_ids: Iterable[str]) -> dict[str, str]:
+    """The owner of each run."""
+    query = select(Run.id, Run.owner_id).where(Run.id.in_(list(model_ids)))
+    return dict(session.execute(query).tuples().all())
+
+
 def lost_runs(session: Session, epochs: Mapping[str, int], *, worker_id: str) -> set[str]:
     """Those of the runs (id → epoch) that this worker does not hold under that epoch any more."""
     query = select(Run.id, Run.epoch).where(Run.id.in_(list(epochs)), Run.worker_id == worker_id)

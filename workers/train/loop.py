@@ -16,26 +16,37 @@ from redis import Redis
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
+from structlog.contextvars import bound_contextvars
 
 from app.billing import meter
 from app.billing.meter import Meter
 from app.db import Database
+from app.errors import StorageUnavailable
 from app.futures.waiters import DONE_CHANNEL
 from app.runs import log
 from app.runs.log import Finished, Payload, Ready, request_id_of
 from app.settings import Settings
 from app.storage.blobs import BlobMissing, BlobStore
+from workers import metrics
 from workers.model.engine import Engine
+from workers.snapshot_folders import shared_folders
+from workers.spool import Spool
 from workers.threads import use_threads
-from workers.train import lease
+from workers.train import held, lease
 from workers.train.effects import Bodies, Effect
 from workers.train.execute import Executor, give_up
 from workers.train.planner import NO_SHARES, Plan, RunQueue, plan
 from workers.train.progress import Progress
 from workers.train.recovery import SnapshotWriter
 from workers.train.residency import Residents
+from workers.train.saves import Saver
+from workers.train.shared import SharedSnapshots, SnapshotReader
 
 logger = structlog.get_logger(__name__)
+
+_SAVES_END_S = 10.0
+_NAMED = 20
+"""Requests that a line of the log names at most."""
 
 
 class TrainLoop:
@@ -61,11 +72,19 @@ class TrainLoop:
         self._settings = settings
         self._threads = threads
         self._engine = engine
-        self._executor = Executor(engine, database, blobs)
-        self._writer = SnapshotWriter(database, blobs, engine, worker_id=worker_id)
+        folders = shared_folders(settings)
+        self._shared = SharedSnapshots(folders, database, blobs) if folders is not None else None
+        spool = Spool(settings.data_dir / "spool")
+        quota_bytes = settings.tenant_storage_bytes
+        self._saver = Saver(engine, database, blobs, spool=spool, shared=self._shared, quota_bytes=quota_bytes)
+        self._saver.on_written(self.ring)
+        self._executor = Executor(engine, self._saver, SnapshotReader(database, blobs, folders))
+        self._writer = SnapshotWriter(database, blobs, engine, worker_id=worker_id, spool=spool)
         self._shares = NO_SHARES
+        self._not_stored: dict[str, str] = {}  # why the results of a run could not be stored, until they are
         self._bell = threading.Event()
         self._stopping = threading.Event()
+        self._draining = threading.Event()
         self._thread = threading.Thread(target=self._run, name="train", daemon=True)
         self.progress = Progress()
         self._residents = Residents(
@@ -85,6 +104,8 @@ class TrainLoop:
 
     def start(self) -> None:
         """Start the loop's thread."""
+        if self._shared is not None:
+            self._shared.start()
         self._writer.start()
         self._thread.start()
 
@@ -92,12 +113,25 @@ class TrainLoop:
         """Wake the loop: there may be work."""
         self._bell.set()
 
+    def drain(self, draining: bool) -> None:
+        """Give every run back after the running cycle and take none, until this is undone."""
+        if draining != self._draining.is_set():
+            (self._draining.set if draining else self._draining.clear)()
+            self._bell.set()
+
+    def snapshot_lag(self) -> int:
+        """Most operations that a resident run would repeat elsewhere. From any thread."""
+        return max((slot.log_operations for slot in tuple(self._slots.values())), default=0)
+
     def stop(self, timeout_s: float) -> None:
         """Finish the running cycle, snapshot what changed, give all leases back."""
         self._stopping.set()
         self._bell.set()
         self._thread.join(timeout_s)
+        self._saver.stop(timeout_s)
         self._writer.stop(timeout_s)
+        if self._shared is not None:
+            self._shared.stop(timeout_s)
 
     def _run(self) -> None:
         use_threads(self._threads)
@@ -105,23 +139,40 @@ class TrainLoop:
             self._bell.wait(self._settings.claim_interval_s)
             self._bell.clear()
             try:
-                while not self._stopping.is_set() and self.cycle():
+                while not self._stopping.is_set() and not self._draining.is_set() and self.cycle():
                     pass
-                self._residents.evict_abandoned()
+                if self._draining.is_set():
+                    self.hand_over()
+                else:
+                    self._residents.evict_abandoned()
                 self._engine.idle()
             except Exception as error:
                 logger.error("cycle_failed", exc_info=error)
                 self._residents.drop_all()
                 self._stopping.wait(self._settings.claim_interval_s)
-        self._residents.evict_all()
+        self.hand_over()
         self._engine.close()
+
+    def hand_over(self) -> None:
+        """Give every run back, for other workers to take. On the loop's thread."""
+        if self._slots:
+            self._finish_saves()
+            self._residents.evict_all()
+
+    def _finish_saves(self) -> None:
+        held.wait_for_files(self._slots, _SAVES_END_S)
+        try:
+            self._commit(held.take_written(self._slots))
+        except SQLAlchemyError as error:
+            logger.warning("saves_not_committed", error=type(error).__name__)
 
     # -- the cycle
 
     def cycle(self) -> bool:
         """One turn. False if there was nothing to do."""
         begin = time.monotonic()
-        with self._database.read() as session:
+        committed = self._commit(held.take_written(self._slots))
+        with self.progress.during("claim"), self._database.read() as session:
             pending = log.pending_runs(session, self._pool)
             planned, bodies = self._plan(session, pending)
             absent = pending - self._slots.keys()
@@ -133,7 +184,7 @@ class TrainLoop:
                 planned, bodies = self._plan(session, pending)
         self._shares = planned.shares
         if not planned.operations:
-            return False
+            return committed
         if bodies is None:
             self._residents.crashed({operation.model_id for operation in planned.operations})
             return True
@@ -141,12 +192,15 @@ class TrainLoop:
             with self.progress.during("pass"):
                 effects = self._execute(planned, bodies)
         except Exception as error:
-            logger.error("pass_failed", operations=len(planned.operations), exc_info=error)
+            request_ids = [operation.request_id for operation in planned.operations]
+            logger.error("pass_failed", request_ids=request_ids[:_NAMED], count=len(request_ids), exc_info=error)
             self._residents.crashed({operation.model_id for operation in planned.operations})
             return True
-        self._commit(effects)
-        self._residents.snapshot_where_due(effects)
+        computed = time.monotonic()
+        self._commit([*held.hold(effects, self._slots), *held.take_written(self._slots)])
         tokens, seconds = sum(operation.tokens for operation in planned.forward), time.monotonic() - begin
+        runs = len({operation.model_id for operation in planned.operations})
+        metrics.count_turn(seconds=computed - begin, tokens=tokens, operations=len(planned.operations), runs=runs)
         logger.debug("cycle_done", operations=len(planned.operations), pass_tokens=tokens, seconds=seconds)
         return True
 
@@ -155,13 +209,13 @@ class TrainLoop:
         of them is lost.
         """
         waiting = sorted(pending & self._slots.keys(), key=lambda model_id: self._slots[model_id].last_used)
-        positions = {model_id: self._slots[model_id].applied_seq for model_id in waiting}
+        positions = {model_id: held.position(self._slots[model_id]) for model_id in waiting}
         ready = log.ready_operations(session, positions) if positions else {}
         if stuck := positions.keys() - ready.keys():
             self._residents.drop_lost(session, stuck)
         queues = [
-            RunQueue(model_id, self._slots[model_id].run.owner_id, operations, self._slots[model_id].crashes)
-            for model_id, operations in ready.items()
+            RunQueue(slot.run.id, slot.run.owner_id, held.may_go_ahead(slot, operations), slot.crashes)
+            for slot, operations in ((self._slots[model_id], operations) for model_id, operations in ready.items())
         ]
         self.progress.queued_tokens = sum(o.tokens for queue in queues for o in queue.operations)
         planned = plan(queues, pass_tokens=self._settings.pass_tokens, shares=self._shares)
@@ -170,11 +224,18 @@ class TrainLoop:
         except BlobMissing as error:
             logger.error("body_missing", operations=len(planned.operations), exc_info=error)
             return planned, None
+        except StorageUnavailable as error:  # nothing has begun; the next turn asks again
+            logger.warning("bodies_out_of_reach", operations=len(planned.operations), reason=error.reason)
+            return Plan(), None
 
     def _execute(self, planned: Plan, bodies: Bodies) -> list[Effect]:
-        effects = [give_up(operation, self._slots[operation.model_id]) for operation in planned.poisoned]
+        effects = [
+            give_up(operation, self._slots[operation.model_id], self._not_stored.get(operation.model_id))
+            for operation in planned.poisoned
+        ]
         for operation in planned.control:
-            effects.append(self._executor.control(operation, self._slots[operation.model_id], bodies))
+            with bound_contextvars(model_id=operation.model_id, request_id=operation.request_id):
+                effects.append(self._executor.control(operation, self._slots[operation.model_id], bodies))
         if planned.steps_before:
             effects += self._executor.step(planned.steps_before, self._slots, bodies)
         if planned.forward:
@@ -183,11 +244,14 @@ class TrainLoop:
             effects += self._executor.step(planned.steps_after, self._slots, bodies)
         return effects
 
-    def _commit(self, effects: Sequence[Effect]) -> None:
+    def _commit(self, effects: Sequence[Effect]) -> bool:
         """Results, rows and positions in one transaction, each run fenced by its epoch; then tell the waiting polls.
+        False if there was nothing to commit.
 
         A run whose results cannot be stored is left out and tried again, as if its pass had failed.
         """
+        if not effects:
+            return False
         by_run: dict[str, list[Effect]] = {}
         for effect in effects:
             by_run.setdefault(effect.operation.model_id, []).append(effect)
@@ -198,11 +262,13 @@ class TrainLoop:
             except Exception as error:
                 logger.error("result_not_stored", model_id=model_id, exc_info=error)
                 del by_run[model_id]
+                if isinstance(error, StorageUnavailable):
+                    self._not_stored[model_id] = error.detail
                 self._residents.crashed({model_id})
         done: list[str] = []
         lost: list[str] = []
         try:
-            with self._database.write() as session:
+            with self.progress.during("commit"), self._database.write() as session:
                 for model_id in sorted(by_run):
                     slot, mine = self._slots[model_id], by_run[model_id]
                     last = max(effect.operation.seq_id for effect in mine)
@@ -231,6 +297,8 @@ class TrainLoop:
             self._residents.lose(model_id)
         self._moved(by_run, lost)
         self._notify(done)
+        self._residents.snapshot_where_due(effects)
+        return True
 
     def _used(self, by_run: dict[str, list[Effect]]) -> dict[Meter, int]:
         """What the committed operations used."""
@@ -250,9 +318,15 @@ class TrainLoop:
             slot = self._slots[model_id]
             slot.applied_seq = max(effect.operation.seq_id for effect in mine)
             slot.crashes = 0
+            self._not_stored.pop(model_id, None)
             slot.log_operations += len(mine)
             slot.log_bytes += sum(effect.operation.body_bytes for effect in mine)
             slot.last_used = time.monotonic()
+            for effect in mine:
+                failed = effect.failure is not None or effect.operation.state == log.FAILED
+                metrics.operations(effect.operation.kind, "failed" if failed else "done").inc()
+                for call in effect.then:
+                    call()
 
     def _finished(self, effect: Effect) -> Finished | None:
         operation = effect.operation
@@ -270,7 +344,8 @@ class TrainLoop:
         if not request_ids:
             return
         try:
-            self._redis.publish(DONE_CHANNEL, "\n".join(request_ids))
+            with self.progress.during("notify"):
+                self._redis.publish(DONE_CHANNEL, "\n".join(request_ids))
         except (RedisError, OSError) as error:
             logger.warning("notice_lost", error=type(error).__name__)
 

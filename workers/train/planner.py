@@ -110,7 +110,7 @@ def _group(queue: RunQueue, position: int) -> Sequence[Ready]:
 def _take_head(queue: RunQueue, result: Plan) -> int | None:
     """Take what comes before the pass. Returns where the run's part of the pass begins; None if it has none."""
     first = queue.operations[0]
-    if first.state != FAILED and first.kind != STEP_KIND and first.kind not in PASS_KINDS:
+    if is_control(first):
         result.control.append(first)
         return None
     return _take_steps(queue, 0, result.steps_before) if first.kind == STEP_KIND else 0
@@ -121,6 +121,11 @@ def _take_steps(queue: RunQueue, position: int, stage: list[Ready]) -> int:
         stage.append(queue.operations[position])
         position += 1
     return position
+
+
+def is_control(operation: Ready) -> bool:
+    """Whether an operation is a save, a load or a creation, and not one that has failed on arrival."""
+    return operation.state != FAILED and operation.kind != STEP_KIND and operation.kind not in PASS_KINDS
 
 
 def _belongs_to_pass(operation: Ready) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from workers.metrics import phase_seconds
+
 
 @dataclass(slots=True)
 class Progress:
@@ -19,9 +21,12 @@ class Progress:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """The phase of this block."""
-        self.phase, self.since = phase, time.monotonic()
+        """The phase of this block; after it, what was before."""
+        before, began = self.phase, time.monotonic()
+        self.phase, self.since = phase, began
         try:
             yield
         finally:
-            self.phase, self.since = "idle", time.monotonic()
+            now = time.monotonic()
+            self.phase, self.since = before, now
+            phase_seconds(phase).inc(now - began)

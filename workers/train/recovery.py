@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import structlog
 from sqlalchemy import select
 from sqlalchemy.orm import Session
+from structlog.contextvars import bound_contextvars
 
 from app.checkpoints import service as checkpoints
 from app.checkpoints.models import Checkpoint, Snapshot
@@ -20,14 +21,16 @@ from app.db import Database
 from app.runs import log
 from app.runs.log import FAILED, Ready
 from app.storage.blobs import BlobStore
+from workers.metrics import REPLAYED, SNAPSHOT_SECONDS, SNAPSHOTS
 from workers.model.base import BaseModel
 from workers.model.engine import Engine
+from workers.spool import Spool
 from workers.train import lease, snapshots
 from workers.train.execute import Executor, consume_failed
 from workers.train.lease import Lease
 from workers.train.planner import PASS_KINDS, STEP_KIND
 from workers.train.slots import Slot
-from workers.train.snapshots import SnapshotFiles
+from workers.train.snapshots import StateCopy
 
 logger = structlog.get_logger(__name__)
 
@@ -50,6 +53,7 @@ def restore(granted: Lease, executor: Executor, database: Database, blobs: BlobS
         operations = log.applied_operations(session, run.id, after, run.applied_seq)
     for operation in operations:
         _replay(operation, slot, executor, database, blobs)
+    REPLAYED.inc(len(operations))
     slot.recovery_seq = after
     slot.log_operations = len(operations)
     slot.log_bytes = sum(operation.body_bytes for operation in operations)
@@ -83,7 +87,7 @@ def _replay(operation: Ready, slot: Slot, executor: Executor, database: Database
 @dataclass(slots=True, eq=False)
 class _Job:
     slot: Slot
-    files: SnapshotFiles
+    copy: StateCopy
     seq_id: int
     written: threading.Event
 
@@ -91,11 +95,12 @@ class _Job:
 class SnapshotWriter:
     """Writes recovery snapshots from a thread of its own; the train loop only pays for the copy to host memory."""
 
-    def __init__(self, database: Database, blobs: BlobStore, engine: Engine, *, worker_id: str) -> None:
+    def __init__(self, database: Database, blobs: BlobStore, engine: Engine, *, worker_id: str, spool: Spool) -> None:
         self._database = database
         self._blobs = blobs
         self._engine = engine
         self._worker_id = worker_id
+        self._spool = spool
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
 
@@ -119,8 +124,8 @@ class SnapshotWriter:
     def _enqueue(self, slot: Slot) -> _Job:
         assert slot.state is not None
         self._engine.collect_gradients([slot.state.adapter])
-        files = snapshots.state_files(slot.state, self._engine.base, seq_id=slot.applied_seq)
-        job = _Job(slot, files, slot.applied_seq, threading.Event())
+        copy = snapshots.copy_state(slot.state, self._engine.base, seq_id=slot.applied_seq)
+        job = _Job(slot, copy, slot.applied_seq, threading.Event())
         slot.snapshot_pending = True
         slot.log_operations = slot.log_bytes = 0
         self._jobs.put(job)
@@ -129,16 +134,22 @@ class SnapshotWriter:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                self._write(job)
+                with bound_contextvars(model_id=job.slot.run.id), SNAPSHOT_SECONDS.time():
+                    self._write(job)
+                SNAPSHOTS.labels("written").inc()
             except Exception as error:  # the log still has everything; the next bound tries again
+                SNAPSHOTS.labels("failed").inc()
                 logger.error("snapshot_failed", model_id=job.slot.run.id, seq_id=job.seq_id, exc_info=error)
             finally:
                 job.slot.snapshot_pending = False
                 job.written.set()
 
     def _write(self, job: _Job) -> None:
-        slot, files = job.slot, job.files
-        snapshots.write(self._blobs, files)
+        slot = job.slot
+        with self._spool.folder() as folder:
+            files = snapshots.state_files(job.copy, self._engine.base, folder=folder)
+            size_bytes = files.size_bytes
+            snapshots.write(self._blobs, files)
         previous = slot.recovery_snapshot_id
         with self._database.write() as session:
             checkpoints.add_snapshot(
@@ -148,7 +159,7 @@ class SnapshotWriter:
                 model_id=slot.run.id,
                 seq_id=job.seq_id,
                 kind="state",
-                size_bytes=files.size_bytes,
+                size_bytes=size_bytes,
             )
             kept = lease.set_recovery_snapshot(
                 session, worker_id=self._worker_id, model_id=slot.run.id, epoch=slot.epoch, snapshot_id=files.id

@@ -11,11 +11,14 @@ from collections.abc import Iterable, Sequence
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
+from structlog.contextvars import bound_contextvars
 
 from app.db import Database
 from app.runs import log
+from app.runs.limits import held_by_owner
 from app.settings import Settings
 from app.storage.blobs import BlobStore
+from workers.metrics import LEASES, RECOVERIES
 from workers.model.base import BaseModel
 from workers.train import lease
 from workers.train.effects import Effect
@@ -64,6 +67,7 @@ class Residents:
 
     def take(self, free: set[str]) -> None:
         """Take the leases of as many free runs as there is room for, longest seen first, and rebuild their states."""
+        free = self._within_limit(free)
         room = self._settings.train_slots - len(self.slots)
         if room < len(free):
             room += self._make_room(len(free) - room)
@@ -75,14 +79,35 @@ class Residents:
         with self._database.write() as session:
             granted = lease.take(session, worker_id=self._worker_id, lease_s=self._settings.lease_s, model_ids=wanted)
             granted = self._with_one_suspect(session, granted)
+        LEASES.labels("taken").inc(len(granted))
         for one in granted:
             self._queue.remove(one.run.id)
             try:
-                self.slots[one.run.id] = restore(one, self._executor, self._database, self._blobs, self._base)
+                with bound_contextvars(model_id=one.run.id), RECOVERIES.time():
+                    self.slots[one.run.id] = restore(one, self._executor, self._database, self._blobs, self._base)
             except Exception as error:
                 logger.error("restore_failed", model_id=one.run.id, exc_info=error)
                 self._release(one.run.id, one.epoch)
         self._progress.resident_runs = len(self.slots)
+
+    def _within_limit(self, free: set[str]) -> set[str]:
+        """The runs without those of tenants that have as many in slots as they may; idle ones of theirs make room."""
+        most = self._settings.runs_per_tenant
+        if not most or not free:
+            return free
+        with self._database.read() as session:
+            owners = lease.owners_of(session, free)
+            held = held_by_owner(session, self._pool, set(owners.values()))
+            pending = log.pending_runs(session, self._pool) if any(n >= most for n in held.values()) else set()
+        allowed: set[str] = set()
+        for owner_id in set(owners.values()):
+            mine = sorted(model_id for model_id in free if owners.get(model_id) == owner_id)
+            room = max(0, most - held.get(owner_id, 0))
+            if len(mine) > room:
+                room += self._evict_idle(len(mine) - room, pending, owner_id=owner_id)
+            mine.sort(key=lambda model_id: self._queue.index(model_id) if model_id in self._queue else len(self._queue))
+            allowed.update(mine[:room])
+        return allowed
 
     def _with_one_suspect(self, session: Session, granted: list[Lease]) -> list[Lease]:
         """Hold one run at a time at which a worker has died, and only if it has work; give the others back at once.
@@ -104,9 +129,11 @@ class Residents:
         """Evict idle runs, least recently used first; returns how many left."""
         with self._database.read() as session:
             pending = log.pending_runs(session, self._pool)
-        idle = sorted(
-            (slot for slot in self.slots.values() if slot.run.id not in pending), key=lambda slot: slot.last_used
-        )
+        return self._evict_idle(count, pending)
+
+    def _evict_idle(self, count: int, pending: set[str], *, owner_id: str | None = None) -> int:
+        mine = (slot for slot in self.slots.values() if owner_id in (None, slot.run.owner_id))
+        idle = sorted((slot for slot in mine if slot.run.id not in pending), key=lambda slot: slot.last_used)
         for slot in idle[:count]:
             self.evict(slot)
         return min(count, len(idle))
@@ -118,7 +145,7 @@ class Residents:
         stepped = {effect.operation.model_id for effect in effects if effect.operation.kind == STEP_KIND}
         for model_id in {effect.operation.model_id for effect in effects} & self.slots.keys():
             slot, settings = self.slots[model_id], self._settings
-            if slot.state is None or slot.snapshot_pending:
+            if slot.state is None or slot.snapshot_pending or slot.held:
                 continue
             over = slot.log_operations >= settings.snapshot_operations or slot.log_bytes >= settings.snapshot_bytes
             far_over = slot.log_operations >= 2 * settings.snapshot_operations
@@ -141,9 +168,10 @@ class Residents:
             self.evict(self.slots[model_id])
 
     def evict(self, slot: Slot) -> None:
-        """Snapshot a run if its log has grown, give its lease back, free its slot."""
+        """Snapshot a run if its log has grown, give its lease back, free its slot. The state of one with held results
+        is ahead of its position, and goes."""
         try:
-            if slot.state is not None and (slot.log_operations or slot.snapshot_pending):
+            if slot.state is not None and not slot.held and (slot.log_operations or slot.snapshot_pending):
                 self._writer.write_now(slot)
             self._release(slot.run.id, slot.epoch)
         except Exception as error:
@@ -161,6 +189,7 @@ class Residents:
             slot = self.slots[model_id]
             with self._database.write() as session:
                 lease.crash(session, worker_id=self._worker_id, model_id=model_id, epoch=slot.epoch)
+            LEASES.labels("crashed").inc()
             self.drop(model_id)
 
     def drop_lost(self, session: Session, model_ids: Iterable[str]) -> None:
@@ -172,6 +201,7 @@ class Residents:
     def lose(self, model_id: str) -> None:
         """Drop a run that another worker has now."""
         logger.warning("lease_lost", model_id=model_id, worker_id=self._worker_id)
+        LEASES.labels("lost").inc()
         self.drop(model_id)
 
     def drop(self, model_id: str) -> None:
@@ -191,3 +221,4 @@ class Residents:
     def _release(self, model_id: str, epoch: int) -> None:
         with self._database.write() as session:
             lease.release(session, worker_id=self._worker_id, model_id=model_id, epoch=epoch)
+        LEASES.labels("released").inc()

@@ -1,8 +1,13 @@
-"""Saves of planned operations: the files, then the rows that the operation's commit writes."""
+"""Saves of planned operations: a copy of the state in host memory, which a thread writes, and the rows that the
+operation's commit adds once it is written (`held`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -10,42 +15,91 @@ from sqlalchemy.orm import Session
 
 from app.audit import service as audit
 from app.checkpoints import service as checkpoints
+from app.checkpoints import uploads
+from app.checkpoints.quota import NewName, check_quota
 from app.db import Database
 from app.errors import InvalidRequest
 from app.sampling.models import SamplingSession
 from app.storage.blobs import BlobStore, new_blob_id
+from workers.background import Background
+from workers.model.adapter import HostCopy
 from workers.model.engine import Engine
 from workers.model.export import exported_files
+from workers.snapshot_folders import HeldFolder
+from workers.spool import Spool
+from workers.threads import use_threads
 from workers.train import snapshots
 from workers.train.effects import Effect, state_of
+from workers.train.shared import SharedSnapshots
 from workers.train.slots import Slot
 from workers.train.snapshots import SnapshotFiles
 
+WRITERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A snapshot whose files are where readers find them. `folder`: in the shared folder."""
+
+    id: str
+    kind: str
+    size_bytes: int
+    folder: HeldFolder | None = None
+
 
 class Saver:
-    """Saves the state of one engine's runs to one blob store."""
+    """Saves the state of one engine's runs: to a blob store, or, what samplers load, first to the folder that they
+    share with us. `quota_bytes`: what the checkpoints of one tenant may have; 0: any number."""
 
-    def __init__(self, engine: Engine, database: Database, blobs: BlobStore) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        database: Database,
+        blobs: BlobStore,
+        *,
+        spool: Spool,
+        shared: SharedSnapshots | None = None,
+        quota_bytes: int = 0,
+    ) -> None:
         self._engine = engine
         self._base = engine.base
         self._database = database
         self._blobs = blobs
+        self._spool = spool
+        self._shared = shared
+        self._quota_bytes = quota_bytes
+        self._writers = Background(WRITERS, "saves", prepare=partial(use_threads, 1))
+        self._wake: Callable[[], None] = lambda: None
+
+    def on_written(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from any thread, when the files of a save are written. Said once, before the first save."""
+        self._wake = wake
+
+    def stop(self, timeout_s: float) -> None:
+        """Write what waits; save no more."""
+        self._writers.stop(timeout_s)
 
     def save(self, effect: Effect, slot: Slot, body: dict[str, Any]) -> None:
         """`save_weights`: all that training resumes from, under a name."""
         name = self._free_name(slot, checkpoints.TRAINING, body)
         self._engine.collect_gradients([state_of(slot).adapter])
-        files = snapshots.state_files(state_of(slot), self._base, seq_id=effect.operation.seq_id)
-        snapshots.write(self._blobs, files)
-        effect.rows.append(self._snapshot_row(effect, slot, files))
-        _name(effect, slot, checkpoints.TRAINING, body, files.id)
+        copy = snapshots.copy_state(state_of(slot), self._base, seq_id=effect.operation.seq_id)
+        snapshot_id = new_blob_id()
+        new = _new_name(slot, checkpoints.TRAINING, name)
+
+        def pack(folder: Path | None) -> SnapshotFiles:
+            return snapshots.state_files(copy, self._base, snapshot_id, folder=folder)
+
+        self._write(effect, slot, pack, new=new)
+        _name(effect, slot, checkpoints.TRAINING, body, snapshot_id)
         path = checkpoints.tinker_path(slot.run.id, checkpoints.TRAINING, name)
         effect.result = orjson.dumps({"path": path, "type": "save_weights"})
 
     def save_for_sampler(self, effect: Effect, slot: Slot, body: dict[str, Any]) -> None:
         """`save_weights_for_sampler`: the adapter, under a name or as a sampling session's target."""
         name = self._free_name(slot, checkpoints.SAMPLER, body) if body["path"] is not None else None
-        snapshot_id = self._sampler_snapshot(effect, slot)
+        new = _new_name(slot, checkpoints.SAMPLER, name) if name is not None else None
+        snapshot_id = self._sampler_snapshot(effect, slot, new)
         effect.run_values["sampler_snapshot_id"] = snapshot_id
         result: dict[str, Any] = {"type": "save_weights_for_sampler"}
         if name is not None:
@@ -60,26 +114,87 @@ class Saver:
     def save_external(self, effect: Effect, slot: Slot, body: dict[str, Any]) -> None:
         """`save_weights_external`: the adapter as files to download, which name the base model as the client did."""
         name = self._free_name(slot, checkpoints.EXTERNAL, body)
-        recipients = body["age_encryption_recipients"]
-        adapter = state_of(slot).adapter
-        exported = exported_files(adapter, slot.run.base_model, self._base, recipients=recipients)
-        files = SnapshotFiles(new_blob_id(), "external", exported)
-        snapshots.write(self._blobs, files)
-        effect.rows.append(self._snapshot_row(effect, slot, files))
-        _name(effect, slot, checkpoints.EXTERNAL, body, files.id)
+        copy, snapshot_id = HostCopy(state_of(slot).adapter), new_blob_id()
         path = checkpoints.tinker_path(slot.run.id, checkpoints.EXTERNAL, name)
-        result = {"path": path, "size_bytes": files.size_bytes, "type": "save_weights_external"}
-        effect.result = orjson.dumps(result)
 
-    def _sampler_snapshot(self, effect: Effect, slot: Slot) -> str:
+        def export(folder: Path | None) -> SnapshotFiles:
+            recipients = body["age_encryption_recipients"]
+            exported = exported_files(copy, slot.run.base_model, self._base, recipients=recipients)
+            files = SnapshotFiles(snapshot_id, "external", exported)
+            result = {"path": path, "size_bytes": files.size_bytes, "type": "save_weights_external"}
+            effect.result = orjson.dumps(result)
+            return files
+
+        self._write(effect, slot, export, new=_new_name(slot, checkpoints.EXTERNAL, name))
+        _name(effect, slot, checkpoints.EXTERNAL, body, snapshot_id)
+
+    def _sampler_snapshot(self, effect: Effect, slot: Slot, new: NewName | None) -> str:
         """The snapshot of the present weights: a new one, or the one that an earlier save of them made."""
         state = state_of(slot)
         if slot.saved_adapter is None or slot.saved_version != state.counters.version:
-            files = snapshots.adapter_files(state.adapter, self._base)
-            snapshots.write(self._blobs, files)
-            effect.rows.append(self._snapshot_row(effect, slot, files))
-            slot.saved_adapter, slot.saved_version = files.id, state.counters.version
+            copy, snapshot_id = HostCopy(state.adapter), new_blob_id()
+
+            def pack(folder: Path | None) -> SnapshotFiles:
+                return snapshots.adapter_files(copy, self._base, snapshot_id, folder=folder)
+
+            self._write(effect, slot, pack, new=new, shared=self._shared)
+            slot.saved_adapter, slot.saved_version = snapshot_id, state.counters.version
+        elif new is not None:
+            self._check_quota(new, slot.saved_adapter)
         return slot.saved_adapter
+
+    def _write(
+        self,
+        effect: Effect,
+        slot: Slot,
+        pack: Callable[[Path | None], SnapshotFiles],
+        *,
+        new: NewName | None,
+        shared: SharedSnapshots | None = None,
+    ) -> None:
+        """Let a thread make the files, for the checkpoint `new` if they get a name, and put them into the blob store,
+        or into the shared folder, from where they are uploaded once the save is committed."""
+        seq_id = effect.operation.seq_id
+
+        def write() -> _Written:
+            with nullcontext() if shared is not None else self._spool.folder() as folder:
+                files = pack(folder)
+                if new is not None:
+                    self._check_quota(new, files.id, files.size_bytes)
+                if shared is not None:
+                    return _Written(files.id, files.kind, files.size_bytes, shared.add(files))
+                snapshots.write(self._blobs, files)
+                return _Written(files.id, files.kind, files.size_bytes)
+
+        def add_rows(session: Session) -> None:
+            written = writing.result()
+            checkpoints.add_snapshot(
+                session,
+                snapshot_id=written.id,
+                owner_id=slot.run.owner_id,
+                model_id=slot.run.id,
+                seq_id=seq_id,
+                kind=written.kind,
+                size_bytes=written.size_bytes,
+            )
+            if written.folder is not None:
+                uploads.expect(session, written.id)
+
+        def upload() -> None:
+            written = writing.result()
+            if shared is not None and written.folder is not None:
+                shared.upload(written.id, written.folder)
+
+        writing = self._writers.submit(write)
+        writing.add_done_callback(lambda _: self._wake())
+        effect.write = writing
+        effect.rows.append(add_rows)
+        effect.then.append(upload)
+
+    def _check_quota(self, new: NewName, snapshot_id: str, size_bytes: int | None = None) -> None:
+        if self._quota_bytes:
+            with self._database.read() as session:
+                check_quota(session, new, snapshot_id=snapshot_id, size_bytes=size_bytes, limit=self._quota_bytes)
 
     def _free_name(self, slot: Slot, kind: str, body: dict[str, Any]) -> str:
         name: str = body["path"]
@@ -90,20 +205,9 @@ class Saver:
             raise InvalidRequest(f"path: the run has a checkpoint {kind}/{name} already; {way_out}")
         return name
 
-    @staticmethod
-    def _snapshot_row(effect: Effect, slot: Slot, files: SnapshotFiles) -> Callable[[Session], None]:
-        def add(session: Session) -> None:
-            checkpoints.add_snapshot(
-                session,
-                snapshot_id=files.id,
-                owner_id=slot.run.owner_id,
-                model_id=slot.run.id,
-                seq_id=effect.operation.seq_id,
-                kind=files.kind,
-                size_bytes=files.size_bytes,
-            )
 
-        return add
+def _new_name(slot: Slot, kind: str, name: str) -> NewName:
+    return NewName(slot.run.owner_id, slot.run.id, kind, name)
 
 
 def _name(effect: Effect, slot: Slot, kind: str, body: dict[str, Any], snapshot_id: str) -> None:

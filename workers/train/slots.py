@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from app.runs.models import Run
 from app.wire.types import LoraConfig
 from workers.model.lora import Adapter
 from workers.model.optim import OptimizerState
+
+if TYPE_CHECKING:
+    from workers.train.effects import Effect
 
 
 @dataclass(slots=True)
@@ -43,7 +47,7 @@ class Slot:
     """A resident run. `state` is None until operation 0 has made it.
 
     `saved_adapter` is the sampler snapshot of the weights at `saved_version`, shared by saves without a step between.
-    `log_operations` and `log_bytes` measure what a recovery would have to replay.
+    `log_operations` and `log_bytes` measure what a recovery would have to replay. `held`: see the module of that name.
     """
 
     run: Run
@@ -58,6 +62,7 @@ class Slot:
     log_operations: int = 0
     log_bytes: int = 0
     snapshot_pending: bool = False
+    held: list[Effect] = field(default_factory=list)
     last_used: float = field(default_factory=time.monotonic)
 
     @property

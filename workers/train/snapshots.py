@@ -1,62 +1,73 @@
-"""Snapshots: a run's state as files, written whole and read back checked (SEMANTICS §7).
-
-snapshots/<id>/adapter_config.json, adapter_model.safetensors    PEFT's own layout
-snapshots/<id>/optimizer.safetensors, state.json                 only of kind "state"
-snapshots/<id>/manifest.json                                     sizes and SHA-256 of the others, written last
-"""
+"""Snapshots: a run's state, to files and back (SEMANTICS §7). `snapshot_files` says how these are stored."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import orjson
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load, save, save_file
+from torch import Tensor
 
-from app.checkpoints.files import MANIFEST
-from app.checkpoints.service import snapshot_folder
-from app.storage.blobs import BlobMissing, BlobStore, new_blob_id
+from app.storage.blobs import BlobStore, new_blob_id
+from workers import snapshot_files
 from workers.model.adamw import AdamState
+from workers.model.adapter import HostCopy
 from workers.model.base import BaseModel
-from workers.model.export import load_peft, peft_files
+from workers.model.export import load_peft, peft_files, write_peft
 from workers.model.lora import Adapter
 from workers.model.optim import fresh_state
+from workers.snapshot_files import ADAPTER_FILES, BadSnapshot, Content, read, size_of
 from workers.train.slots import Counters, RunState
 
 STATE_FORMAT = 2
 """The newest format of `state.json` that this release reads. A file says the oldest that can hold it, so that older
 releases read what they can: 1 holds AdamW's state, 2 that of any optimizer."""
+OPTIMIZER_FILE = "optimizer.safetensors"
 Kind = Literal["state", "adapter", "external"]
-
-
-class BadSnapshot(ValueError):
-    """A snapshot's files are missing, damaged, of another model or of a newer release."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFiles:
-    """A snapshot on its way to the blob store: files by name, in host memory."""
+    """A snapshot on its way to the blob store: files by name, in host memory or on the disk."""
 
     id: str
     kind: Kind
-    files: Mapping[str, bytes]
+    files: Mapping[str, Content]
 
     @property
     def size_bytes(self) -> int:
         """Size of all files."""
-        return sum(len(data) for data in self.files.values())
+        return sum(size_of(data) for data in self.files.values())
 
 
-def adapter_files(adapter: Adapter, base: BaseModel) -> SnapshotFiles:
-    """What a sampler loads."""
-    return SnapshotFiles(new_blob_id(), "adapter", peft_files(adapter, base.name_or_path, base))
+def adapter_files(
+    adapter: Adapter | HostCopy, base: BaseModel, snapshot_id: str | None = None, *, folder: Path | None = None
+) -> SnapshotFiles:
+    """What a sampler loads; with `folder`, in that and not in memory."""
+    return SnapshotFiles(snapshot_id or new_blob_id(), "adapter", _peft(adapter, base, folder))
 
 
-def state_files(state: RunState, base: BaseModel, *, seq_id: int) -> SnapshotFiles:
-    """All that training resumes from: adapter, optimizer, pending gradients, counters."""
+def _peft(adapter: Adapter | HostCopy, base: BaseModel, folder: Path | None) -> dict[str, Content]:
+    if folder is None:
+        return dict(peft_files(adapter, base.name_or_path, base))
+    return dict(write_peft(adapter, base.name_or_path, base, folder))
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A run's state as it was, in host memory."""
+
+    adapter: HostCopy
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+
+
+def copy_state(state: RunState, base: BaseModel, *, seq_id: int) -> StateCopy:
+    """Copy all that training resumes from: adapter, optimizer, pending gradients, counters."""
     tensors = state.optimizer.tensors()
     if state.adapter.has_grad:
         tensors["grad"] = state.adapter.grad_flat
@@ -69,34 +80,37 @@ def state_files(state: RunState, base: BaseModel, *, seq_id: int) -> SnapshotFil
         "counters": asdict(state.counters),
         "torch": torch.__version__,
     }
-    files = dict(peft_files(state.adapter, base.name_or_path, base))
-    files["optimizer.safetensors"] = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-    files["state.json"] = orjson.dumps(facts, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
-    return SnapshotFiles(new_blob_id(), "state", files)
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return StateCopy(HostCopy(state.adapter), copies, facts)
+
+
+def state_files(
+    copy: StateCopy, base: BaseModel, snapshot_id: str | None = None, *, folder: Path | None = None
+) -> SnapshotFiles:
+    """All that training resumes from; with `folder`, in that and not in memory."""
+    files = _peft(copy.adapter, base, folder)
+    tensors = {name: tensor.contiguous() for name, tensor in copy.tensors.items()}
+    if folder is None:
+        files[OPTIMIZER_FILE] = save(tensors)
+    else:
+        save_file(tensors, folder / OPTIMIZER_FILE)
+        files[OPTIMIZER_FILE] = folder / OPTIMIZER_FILE
+    files["state.json"] = orjson.dumps(copy.facts, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
+    return SnapshotFiles(snapshot_id or new_blob_id(), "state", files)
 
 
 def write(blobs: BlobStore, snapshot: SnapshotFiles) -> None:
-    """Write the files, then the manifest: a snapshot without one is none."""
-    folder = snapshot_folder(snapshot.id)
-    manifest = {}
-    for name, data in snapshot.files.items():
-        blobs.put(f"{folder}/{name}", data)
-        manifest[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    blobs.put(f"{folder}/{MANIFEST}", orjson.dumps(manifest, option=orjson.OPT_SORT_KEYS))
+    """Write the files of a snapshot."""
+    snapshot_files.write(blobs, snapshot.id, snapshot.files)
 
 
-def read(blobs: BlobStore, snapshot_id: str) -> dict[str, bytes]:
-    """All files of a snapshot, checked against its manifest. Raises BadSnapshot."""
-    folder = snapshot_folder(snapshot_id)
+def read_adapter_folder(folder: Path, base: BaseModel) -> Adapter:
+    """The adapter whose files are in `folder`. Raises BadSnapshot."""
     try:
-        manifest = orjson.loads(blobs.get(f"{folder}/{MANIFEST}"))
-        files = {name: blobs.get(f"{folder}/{name}") for name in manifest}
-    except BlobMissing as error:
-        raise BadSnapshot("the checkpoint's files are not there any more") from error
-    for name, data in files.items():
-        if len(data) != manifest[name]["size"] or hashlib.sha256(data).hexdigest() != manifest[name]["sha256"]:
-            raise BadSnapshot(f"the checkpoint's {name} is damaged")
-    return files
+        files = {name: (folder / name).read_bytes() for name in ADAPTER_FILES}
+    except FileNotFoundError as error:
+        raise BadSnapshot(f"the checkpoint has no {error.filename and Path(error.filename).name}") from error
+    return _adapter(files, base)
 
 
 def read_adapter(blobs: BlobStore, snapshot_id: str, base: BaseModel) -> Adapter:
@@ -105,11 +119,15 @@ def read_adapter(blobs: BlobStore, snapshot_id: str, base: BaseModel) -> Adapter
 
 
 def read_state(blobs: BlobStore, snapshot_id: str, base: BaseModel, kind: str, *, optimizer: bool) -> RunState:
+    """The state of a run, from the blob store. See `state_of_files`."""
+    return state_of_files(read(blobs, snapshot_id), base, kind, optimizer=optimizer)
+
+
+def state_of_files(files: Mapping[str, bytes], base: BaseModel, kind: str, *, optimizer: bool) -> RunState:
     """The state of a run whose optimizer is `kind`; without `optimizer` a fresh one of it and no pending gradient.
 
     Raises BadSnapshot.
     """
-    files = read(blobs, snapshot_id)
     adapter = _adapter(files, base)
     if not optimizer:
         return RunState(adapter, fresh_state(kind, adapter))
@@ -122,7 +140,7 @@ def read_state(blobs: BlobStore, snapshot_id: str, base: BaseModel, kind: str, *
         raise BadSnapshot("the checkpoint belongs to another base model")
     if facts["optimizer"] != kind:
         raise BadSnapshot(f"the checkpoint's optimizer is {facts['optimizer']}, not {kind}")
-    tensors = load(files["optimizer.safetensors"])
+    tensors = load(files[OPTIMIZER_FILE])
     if any(tensor.shape != adapter.flat.shape for tensor in tensors.values()):
         raise BadSnapshot("the checkpoint's optimizer state does not fit its adapter")
     state = fresh_state(kind, adapter)

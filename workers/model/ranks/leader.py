@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
+from workers.metrics import count_micro_batches
 from workers.model.adapter import Adapter
 from workers.model.base import BaseModel
 from workers.model.batch import Row
@@ -94,6 +95,7 @@ class ShardedEngine:
         owners = [self._numbers[row.adapter] for row in rows]
         lengths = [len(row.datum.tokens) for row in rows]
         shares = share_out(lengths, owners, self._micro_batch_tokens, self._group.world, padded=self._base.pads)
+        count_micro_batches([batch for share in shares for batch in share], lengths, padded=self._base.pads)
         before = SavedGradients(work.adapter for work in works if backward)
         self._tell(pass_message(works, self._numbers, rows, shares, backward=backward))
         mine = [[rows[i] for i in batch] for batch in shares[0]]

@@ -98,7 +98,7 @@ def join(prompts: dict[tuple[int, bytes], Prompt], ticket: Ticket, count: int) -
     """Begin `count` sequences of a job, at the prompt of an earlier job if that is the same."""
     key = (ticket.group, ticket.prompt.tobytes())
     if key not in prompts:
-        prompts[key] = Prompt(ticket.prompt, ticket.job.adapter, ticket.group)
+        prompts[key] = Prompt(ticket.prompt, ticket.adapter, ticket.group)
     elif ticket.begun == 0:
         ticket.cache_hit_tokens = len(ticket.prompt)
     prompts[key].sequences += [ticket.begin() for _ in range(count)]

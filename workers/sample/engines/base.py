@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import structlog
 
 from app.errors import TinworksError
 from app.wire.types import SampleRequest, SampleResult, StreamedToken
-from workers.model.lora import Adapter
 
 log = structlog.get_logger()
 
@@ -30,6 +30,10 @@ class EngineFailure(TinworksError):
         return failure
 
 
+class AdapterHandle(Protocol):
+    """An adapter as its engine holds it. Only the engine that loaded it looks inside."""
+
+
 OnToken = Callable[[StreamedToken], None]
 
 
@@ -45,7 +49,7 @@ class Job:
     """
 
     request: SampleRequest
-    adapter: Adapter | None
+    adapter: AdapterHandle | None
     deliver: Callable[[SampleResult | Exception], None]
     on_token: OnToken | None = None
 
@@ -59,7 +63,9 @@ class Job:
 
 class Engine(Protocol):
     """Serves many jobs at a time. `submit` and `cancel` may be called from any thread and return at once; all else
-    happens in `step`, which one thread calls again and again, and which never raises for a job's sake."""
+    happens in `step`, which one thread calls again and again, and which never raises for a job's sake.
+
+    Adapters are loaded and unloaded from threads of their own, several at a time, while jobs run."""
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
@@ -68,7 +74,27 @@ class Engine(Protocol):
         """Drop the jobs of this request at the next step, wherever they are. An unknown id is no error."""
 
     def step(self) -> bool:
-        """One turn. False if there was nothing to do: the caller may sleep until the next `submit` or `cancel`."""
+        """One turn. False if there was nothing to do: the caller may sleep until the next `submit`, `cancel` or
+        event."""
+
+    def load_adapter(self, snapshot_id: str, folder: Path) -> AdapterHandle:
+        """Load the adapter of a snapshot, from any thread but the one that calls `step`; it may take long, and running
+        jobs go on meanwhile.
+
+        `folder` holds the snapshot's files, in PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`),
+        checked, at a path that is this snapshot's alone; they stay until the handle is unloaded. Raises BadSnapshot if
+        the files hold no adapter of this model.
+        """
+
+    def unload_adapter(self, handle: AdapterHandle) -> None:
+        """No new job will name this handle; jobs that have it finish with it. From any thread; never raises."""
+
+    def on_event(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from any thread, whenever `step` has something to do that no `submit` or `cancel` announced.
+        It returns at once and does not raise. Said once, before the first `step`."""
+
+    def close(self) -> None:
+        """Nothing more will be asked; called once `step` is called no more. Never raises."""
 
     @property
     def running(self) -> int:

@@ -62,7 +62,7 @@ class Batch:
         self.sequences = sequences
         self._start = start
         self._forward = forward
-        self._routing: Routing = route(s.ticket.job.adapter for s in sequences)
+        self._routing: Routing = route(s.ticket.adapter for s in sequences)
         self._drawer = Drawer(sequences, forward)
         self._tokens_B = np.array([s.tokens[-1] for s in sequences])
         self._positions_B = np.array([s.position for s in sequences])

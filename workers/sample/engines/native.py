@@ -13,21 +13,25 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import torch
 
 from app.errors import InvalidRequest, TinworksError
 from app.wire.types import SampleResult
 from workers.model.base import BaseModel
+from workers.model.lora import Adapter
 from workers.sample.engines.admission import Limits, Wave, admit
-from workers.sample.engines.base import Cancelled, EngineFailure, Job
+from workers.sample.engines.base import AdapterHandle, Cancelled, EngineFailure, Job
 from workers.sample.engines.batch import Batch, Drawn
 from workers.sample.engines.forward import Forward, cache_bytes_per_token
 from workers.sample.engines.kv_cache import KVPool, placed
 from workers.sample.engines.prefill import draw_first, keeps, prefill_pass
 from workers.sample.engines.stops import Decode, StopRule
 from workers.sample.engines.tickets import Sequence, Ticket
+from workers.train.snapshots import read_adapter_folder
 
 PREFILLS_IN_A_ROW = 4
 """Running sequences get a step at the latest after so many passes over new prompts."""
@@ -52,6 +56,7 @@ class NativeEngine:
         `max_rows`: sequences at a time. `cache_bytes`: what keys and values may take, half as much again while they
         grow; a single sequence gets what it needs. `prefill_tokens`: in one pass over prompts, padding included.
         """
+        self._base = base
         self._forward = Forward(base)
         self._decode_text = decode
         self._eos = tuple(base.eos_token_ids if eos is None else eos)
@@ -79,6 +84,19 @@ class NativeEngine:
     def cancel(self, request_id: str) -> None:
         """Drop the jobs of a request at the next step, from any thread."""
         self._cancelled.append(request_id)
+
+    def load_adapter(self, snapshot_id: str, folder: Path) -> Adapter:
+        """Read the adapter into memory, on the model's device. Raises BadSnapshot."""
+        return read_adapter_folder(folder, self._base)
+
+    def unload_adapter(self, handle: AdapterHandle) -> None:
+        """Nothing to do: an adapter's memory is free once no job holds it."""
+
+    def on_event(self, wake: Callable[[], None]) -> None:
+        """Nothing to tell: all that this engine does it does in `step`."""
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     @property
     def running(self) -> int:

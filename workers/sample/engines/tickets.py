@@ -8,6 +8,7 @@ import numpy as np
 
 from app.errors import InvalidRequest
 from app.wire.types import SampledSequence, SampleResult, StreamedToken
+from workers.model.lora import Adapter
 from workers.sample.engines.base import EngineFailure, Job
 from workers.sample.engines.draw import stream
 from workers.sample.engines.scores import PromptScores, empty_topk
@@ -22,6 +23,8 @@ class Ticket:
         request = job.request
         self.job = job
         self.request = request
+        assert job.adapter is None or isinstance(job.adapter, Adapter)
+        self.adapter: Adapter | None = job.adapter
         self.stops = stops
         self.prompt = np.asarray(request.prompt, dtype=np.int64)
         self._check(context_length, vocab_size)
@@ -61,7 +64,7 @@ class Ticket:
     @property
     def group(self) -> int:
         """Equal for jobs of one adapter; the base model's come first."""
-        return 0 if self.job.adapter is None else id(self.job.adapter)
+        return 0 if self.adapter is None else id(self.adapter)
 
     def begin(self) -> Sequence:
         """The next of its sequences."""

@@ -11,11 +11,14 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from app.wire.types import LoraConfig, PromptTargets, SampleRequest, SampleResult, SamplingParams
+from app.wire.types import LoraConfig, SampleRequest, SampleResult
+from tests.engine_suite.rig import Outcomes as Inbox
+from tests.engine_suite.rig import ask, tokens_of
 from workers.model.base import BaseModel
 from workers.model.lora import Adapter
-from workers.sample.engines.base import Job
 from workers.sample.engines.native import NativeEngine
+
+__all__ = ["Inbox", "ask", "tokens_of"]
 
 VOCAB = 97
 CONTEXT = 128
@@ -102,44 +105,6 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([length, seed]).integers(0, VOCAB, length).tolist()
 
 
-def ask(
-    name: str,
-    tokens: Sequence[int],
-    *,
-    num_samples: int = 1,
-    prompt_logprobs: bool = False,
-    topk_prompt_logprobs: int = 0,
-    topk_sample_logprobs: int = 0,
-    prompt_logprobs_last_n: int | None = None,
-    targets: PromptTargets | None = None,
-    alternatives: int = 0,
-    **params: object,
-) -> SampleRequest:
-    return SampleRequest(
-        name,
-        tokens,
-        SamplingParams(**params),  # type: ignore[arg-type]
-        num_samples,
-        prompt_logprobs,
-        topk_prompt_logprobs,
-        topk_sample_logprobs,
-        prompt_logprobs_last_n,
-        targets,
-        alternatives,
-    )
-
-
-class Inbox(dict[str, SampleResult | Exception]):
-    """Outcomes by request id; a second one for the same request is an error."""
-
-    def job(self, request: SampleRequest, adapter: Adapter | None = None) -> Job:
-        def deliver(outcome: SampleResult | Exception) -> None:
-            assert request.request_id not in self, "delivered twice"
-            self[request.request_id] = outcome
-
-        return Job(request, adapter, deliver)
-
-
 def drain(engine: NativeEngine) -> None:
     for _ in range(10_000):
         if not engine.step():
@@ -166,7 +131,3 @@ def serve(
 
 def sample(engine: NativeEngine, request: SampleRequest, adapter: Adapter | None = None) -> SampleResult:
     return serve(engine, [(request, adapter)])[request.request_id]
-
-
-def tokens_of(result: SampleResult) -> list[list[int]]:
-    return [sequence.tokens.tolist() for sequence in result.sequences]

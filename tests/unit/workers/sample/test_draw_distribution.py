@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from app.wire.types import SamplingParams
+from tests.engine_suite.distribution import assert_follows, processed
 from workers.sample.engines.draw import DrawPlan, draw, stream, uniforms
-
-
-def wanted(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
-    """The processed distribution [V]: temperature, then top-k, then top-p on what is left, by a plain loop."""
-    weights = np.exp((logits - logits.max()) / p.temperature)
-    order = np.argsort(-weights, kind="stable")
-    if p.top_k > 0:
-        weights[order[p.top_k :]] = 0
-    weights /= weights.sum()
-    mass = 0.0
-    for token in order:
-        if mass >= max(p.top_p, 1e-9) and p.top_p < 1:
-            weights[token] = 0
-        mass += weights[token]
-    return weights / weights.sum()
 
 
 def drawn(logits: np.ndarray, p: SamplingParams, count: int, seed: int = 0) -> np.ndarray:
     rows = torch.from_numpy(logits).float().expand(count, -1)
     plan = DrawPlan.of([p] * count, [stream(seed, i) for i in range(count)], len(logits), torch.device("cpu"))
     return draw(rows, plan, np.zeros(count, np.int64)).numpy()
-
-
-def assert_follows(tokens: np.ndarray, distribution: np.ndarray) -> None:
-    """Pearson's chi-square within five standard deviations, and nothing of probability zero."""
-    counts = np.bincount(tokens, minlength=len(distribution))
-    assert counts[distribution == 0].sum() == 0
-    likely = distribution * len(tokens) >= 5
-    expected = distribution[likely] * len(tokens)
-    statistic = ((counts[likely] - expected) ** 2 / expected).sum()
-    freedom = max(1, int(likely.sum()) - 1)
-    assert statistic < freedom + 5 * math.sqrt(2 * freedom), (statistic, freedom)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +38,7 @@ def assert_follows(tokens: np.ndarray, distribution: np.ndarray) -> None:
 @pytest.mark.parametrize("vocab_size", [17, 700])
 def test_draws_follow_the_distribution(params: SamplingParams, vocab_size: int) -> None:
     logits = np.random.default_rng(vocab_size).normal(0, 1.0, vocab_size).astype(np.float32).astype(np.float64)
-    assert_follows(drawn(logits, params, 20_000), wanted(logits, params))
+    assert_follows(drawn(logits, params, 20_000), processed(logits, params))
 
 
 def test_rows_with_different_parameters_do_not_touch_each_other() -> None:

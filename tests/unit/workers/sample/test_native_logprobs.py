@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from app.wire.types import NO_TOKEN_LOGPROB
-from tests.unit.workers.sample.native_lab import VOCAB, Lab, ask, prompt, sample, serve
+from tests.unit.workers.sample.native_lab import VOCAB, Lab, ask, prompt, serve
 from workers.model.lora import Adapter
 
 
@@ -33,14 +33,6 @@ def test_base_and_adapters_of_different_ranks_in_one_batch(any_lab: Lab) -> None
             assert sequence.tokens.dtype == np.int32
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.3}, {"temperature": 2.5}, {"top_k": 3}, {"top_p": 0.5}])
-def test_logprobs_are_of_the_untempered_distribution(lab: Lab, params: dict[str, float]) -> None:
-    tokens = prompt(6)
-    [sequence] = sample(lab.engine(), ask("r", tokens, max_tokens=8, seed=3, **params)).sequences
-    expected = next_logprobs(lab, [*tokens, *sequence.tokens.tolist()], None)[5:]
-    np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
-
-
 @pytest.mark.parametrize("prefill_tokens", [4096, 7])
 def test_prompt_logprobs_and_topk(any_lab: Lab, prefill_tokens: int) -> None:
     adapter = any_lab.adapter(4, 5)
@@ -63,18 +55,6 @@ def test_prompt_logprobs_and_topk(any_lab: Lab, prefill_tokens: int) -> None:
         best = any_lab.logprobs(tokens, who).topk(4, dim=-1)
         np.testing.assert_allclose(topk.logprobs[1:], best.values[:-1], atol=1e-4)
         np.testing.assert_array_equal(topk.token_ids[1:], best.indices[:-1])
-
-
-def test_prompt_logprobs_of_the_last_n_only(lab: Lab) -> None:
-    tokens = prompt(10)
-    request = ask("r", tokens, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=3, topk_prompt_logprobs=2)
-    result = sample(lab.engine(), request)
-    assert result.prompt_logprobs is not None
-    assert result.topk_prompt_logprobs is not None
-    assert np.isnan(result.prompt_logprobs).tolist() == [True] * 7 + [False] * 3
-    np.testing.assert_allclose(result.prompt_logprobs[7:], next_logprobs(lab, tokens, None)[6:], atol=1e-4)
-    assert (result.topk_prompt_logprobs.logprobs[:7] == np.float32(NO_TOKEN_LOGPROB)).all()
-    assert (result.topk_prompt_logprobs.logprobs[7:] > NO_TOKEN_LOGPROB).all()
 
 
 def test_one_prompt_scored_differently_for_several_requests(lab: Lab) -> None:
@@ -113,25 +93,3 @@ def test_scores_in_chunks_equal_scores_at_once(lab: Lab, monkeypatch: pytest.Mon
         assert parts[name].topk_prompt_logprobs is not None
         assert result.topk_prompt_logprobs is not None
         np.testing.assert_array_equal(parts[name].topk_prompt_logprobs.token_ids, result.topk_prompt_logprobs.token_ids)
-
-
-def test_topk_of_sampled_positions(lab: Lab) -> None:
-    tokens = prompt(5)
-    adapter = lab.adapter(4, 7)
-    requests = [
-        (ask("top", tokens, max_tokens=6, seed=1, num_samples=2, topk_sample_logprobs=3), adapter),
-        (ask("none", tokens, max_tokens=6, seed=1), None),
-        (ask("more", tokens, max_tokens=2, seed=1, topk_sample_logprobs=VOCAB + 5), None),
-    ]
-    got = serve(lab.engine(), requests)
-    assert got["none"].sequences[0].topk is None
-    for sequence in got["top"].sequences:
-        assert sequence.topk is not None
-        best = lab.logprobs([*tokens, *sequence.tokens.tolist()], adapter)[4:-1].topk(3, dim=-1)
-        np.testing.assert_allclose(sequence.topk.logprobs, best.values, atol=1e-4)
-        np.testing.assert_array_equal(sequence.topk.token_ids, best.indices)
-    topk = got["more"].sequences[0].topk
-    assert topk is not None
-    assert topk.token_ids.shape == (2, VOCAB + 5)
-    assert (topk.logprobs[:, VOCAB:] == np.float32(NO_TOKEN_LOGPROB)).all()
-    assert sorted(topk.token_ids[0, :VOCAB].tolist()) == list(range(VOCAB))

@@ -15,6 +15,7 @@ from app.wire.types import AdamParams, DimuonParams, LoraConfig
 from tests.unit.workers.train.train_lab import random_data, tiny_base
 from workers.model.forward import Work, run_pass
 from workers.model.optim import OptimizerParams, fresh_state, optimizer_step
+from workers.snapshot_files import manifest_of
 from workers.train import snapshots
 from workers.train.slots import Counters, RunState
 from workers.train.snapshots import BadSnapshot, SnapshotFiles
@@ -47,14 +48,14 @@ def accumulate(state: RunState) -> None:
 
 
 def written(state: RunState, blobs: LocalBlobStore) -> str:
-    files = snapshots.state_files(state, tiny_base(), seq_id=5)
+    files = snapshots.state_files(snapshots.copy_state(state, tiny_base(), seq_id=5), tiny_base())
     snapshots.write(blobs, files)
     return files.id
 
 
 def changed(state: RunState, blobs: LocalBlobStore, *, without: str | None = None, **facts: object) -> str:
     """A snapshot whose `state.json` says something else, or whose optimizer lacks a tensor."""
-    files = snapshots.state_files(state, tiny_base(), seq_id=5)
+    files = snapshots.state_files(snapshots.copy_state(state, tiny_base(), seq_id=5), tiny_base())
     tensors = load(files.files["optimizer.safetensors"])
     if without is not None:
         del tensors[without]
@@ -117,3 +118,18 @@ def test_a_newer_format_is_refused(blobs: LocalBlobStore) -> None:
     snapshot_id = changed(new_state("adamw"), blobs, format=snapshots.STATE_FORMAT + 1)
     with pytest.raises(BadSnapshot, match="newer release"):
         snapshots.read_state(blobs, snapshot_id, tiny_base(), "adamw", optimizer=True)
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_files_on_the_disk_are_those_in_memory(kind: str, tmp_path: Path) -> None:
+    state = new_state(kind)
+    train(state, kind, 0, 1)
+    accumulate(state)
+    copy = snapshots.copy_state(state, tiny_base(), seq_id=5)
+    in_memory = snapshots.state_files(copy, tiny_base())
+    on_disk = snapshots.state_files(copy, tiny_base(), folder=tmp_path)
+    assert manifest_of(on_disk.files) == manifest_of(in_memory.files)
+    assert on_disk.size_bytes == in_memory.size_bytes
+    for name, data in on_disk.files.items():
+        read = data.read_bytes() if isinstance(data, Path) else data
+        assert read == in_memory.files[name]

@@ -29,7 +29,7 @@ from app.runs import log
 from app.runs.models import Operation, Run
 from app.runs.service import RunService
 from app.settings import Settings
-from app.storage.blobs import LocalBlobStore
+from app.storage.blobs import BlobStore, LocalBlobStore
 from app.wire import tinker_pb2 as pb
 from app.wire.types import Datum, LoraConfig
 from tests import factories
@@ -38,7 +38,7 @@ from workers.model import engine
 from workers.model.base import BaseModel
 from workers.model.engine import Engine, SoloEngine
 from workers.model.forward import Work, run_pass
-from workers.train import lease, recovery
+from workers.train import held, lease, recovery
 from workers.train.loop import TrainLoop
 from workers.train.slots import Slot
 
@@ -283,10 +283,10 @@ class Client:
 class Lab:
     """A database, a blob store, the service that writes the log, and train loops that live and die in this process."""
 
-    def __init__(self, database: Database, folder: Path, **settings: Any) -> None:
+    def __init__(self, database: Database, folder: Path, *, blobs: BlobStore | None = None, **settings: Any) -> None:
         self.database = database
         self.blob_folder = folder / "blobs"
-        self.blobs = LocalBlobStore(self.blob_folder)
+        self.blobs = blobs or LocalBlobStore(self.blob_folder)
         values: dict[str, Any] = {"database_url": database.url, "data_dir": folder, "lease_s": 3600.0}
         self.settings = Settings(**values | settings)
         self.service = RunService(database, self.blobs, self.settings, KeyRing(database, self.settings))
@@ -307,6 +307,7 @@ class Lab:
         """End the threads of all loops."""
         for loop in self._loops:
             loop._writer.stop(10)
+            loop._saver.stop(10)
         self.redis.close()
         self._capture.__exit__(None, None, None)
 
@@ -351,11 +352,17 @@ class Lab:
         return client
 
     def work(self, loop: TrainLoop, *, turns: int = 100) -> None:
-        """Turn cycles until there is nothing to do."""
+        """Turn cycles until there is nothing to do and to wait for."""
         for _ in range(turns):
             if not loop.cycle():
-                return
+                if not any(slot.held for slot in loop._slots.values()):
+                    return
+                self.write_files(loop)
         raise AssertionError("the loop finds no end")
+
+    def write_files(self, loop: TrainLoop) -> None:
+        """Let the files of saves that are under way be written; the next cycle commits the saves."""
+        held.wait_for_files(loop._slots, 30)
 
     def write_snapshots(self, loop: TrainLoop) -> None:
         """Let the recovery snapshots that are under way be written."""

@@ -1,0 +1,42 @@
+"""How a container's health check sees that a process without a port is alive: by the age of a file.
+
+A worker's presence thread touches `TINWORKS_ALIVE_FILE` at every beat, a scheduler whenever it tidies. Neither needs a
+broker or a database for that: while those are away, a restart would help nobody.
+
+`python -m app.alive [SECONDS]` exits with 1 when the file is older than that, or missing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from app.settings import Settings, get_settings
+
+OLDEST_S = 120.0
+
+
+def touch(settings: Settings) -> None:
+    """Say that this process is alive, if somebody has asked for it. A disk that is full is not a death."""
+    if settings.alive_file is not None:
+        try:
+            settings.alive_file.touch()
+        except OSError:
+            return
+
+
+def age_s(settings: Settings) -> float:
+    """How long ago that was; infinite without a file."""
+    if settings.alive_file is None or not settings.alive_file.exists():
+        return float("inf")
+    return max(0.0, time.time() - settings.alive_file.stat().st_mtime)
+
+
+def main() -> int:
+    """The exit status."""
+    oldest_s = float(sys.argv[1]) if len(sys.argv) > 1 else OLDEST_S
+    return int(age_s(get_settings()) > oldest_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

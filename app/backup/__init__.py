@@ -1,0 +1,1 @@
+"""Backup and restore of a whole installation, whatever database and blob store it has."""

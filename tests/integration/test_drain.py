@@ -1,0 +1,140 @@
+"""`tinworks workers drain`: a worker is emptied and the clients of its runs notice nothing."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from sqlalchemy.orm import Session
+
+from app.fleet.models import Worker
+from app.fleet.overview import seen_workers
+from app.fleet.service import register_worker, set_draining
+from tests import factories
+from tests.services import wait_for
+from tests.unit.workers.train.train_lab import Lab, assert_close, residents, state_of
+from workers.presence import Presence
+from workers.train.loop import TrainLoop
+
+
+@dataclass
+class Shown:
+    """A train worker as its presence shows it."""
+
+    lab: Lab
+    train: TrainLoop
+    asked: list[bool] = field(default_factory=list)
+
+    @property
+    def worker_id(self) -> str:
+        return self.train._worker_id
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.train.progress.resident_runs
+
+    def register(self, session: Session) -> None:
+        register_worker(
+            session, worker_id=self.worker_id, pool=factories.POOL, roles=["train"], host="h", pid=1, slots=4
+        )
+
+    def drain(self, draining: bool) -> None:
+        self.asked.append(draining)
+        self.train.drain(draining)
+
+
+def presence_of(lab: Lab, loop: TrainLoop) -> tuple[Shown, Presence]:
+    shown = Shown(lab, loop)
+    return shown, Presence(shown, lab.settings)
+
+
+def ask(lab: Lab, name: str, draining: bool) -> list[str]:
+    with lab.database.write() as session:
+        return set_draining(session, name, draining)
+
+
+def state(lab: Lab, worker_id: str) -> str:
+    with lab.database.read() as session:
+        return next(worker.state for worker in seen_workers(session) if worker.id == worker_id)
+
+
+def test_a_drained_worker_hands_its_runs_over_with_their_state(each_lab: Lab) -> None:
+    lab = each_lab
+    leaving, staying = lab.worker(), lab.worker()
+    client = lab.client()
+    client.train(1)
+    client.forward_backward(2)  # a gradient that no step has taken yet
+    lab.work(leaving)
+    assert residents(leaving) == {client.model_id}
+    leaving.hand_over()
+    assert residents(leaving) == set() and client.row.worker_id is None
+    client.optim_step()
+    lab.work(staying)
+    assert residents(staying) == {client.model_id}
+    assert_close(state_of(staying, client), client.alone)
+
+
+def test_a_worker_hears_that_it_shall_drain_empties_itself_and_says_so(lab: Lab) -> None:
+    loop = lab.worker()
+    shown, presence = presence_of(lab, loop)
+    client = lab.client()
+    client.train(1)
+    thread = threading.Thread(target=loop._run)
+    thread.start()
+    try:
+        loop.ring()
+        wait_for(lambda: client.row.applied_seq == 2)
+        assert ask(lab, loop._worker_id, True) == [loop._worker_id]
+        presence.beat()
+        assert shown.asked == [True]
+        wait_for(lambda: client.row.worker_id is None)
+        presence.beat()
+        presence.beat()
+        assert state(lab, loop._worker_id) == "drained" and shown.asked == [True]
+
+        client.train(2)
+        loop.ring()
+        ask(lab, loop._worker_id, False)
+        assert client.row.worker_id is None and client.row.applied_seq == 2
+        presence.beat()
+        wait_for(lambda: client.row.applied_seq == 4)
+    finally:
+        loop._stopping.set()
+        loop.ring()
+        thread.join(30)
+        presence.stop()
+
+
+def test_a_draining_worker_takes_nothing(lab: Lab) -> None:
+    loop = lab.worker(claim_interval_s=0.01)
+    loop.drain(True)
+    client = lab.client()
+    thread = threading.Thread(target=loop._run)
+    thread.start()
+    turned = threading.Event()
+    loop._engine.idle = turned.set  # type: ignore[method-assign]
+    try:
+        assert turned.wait(30)
+        turned.clear()
+        assert turned.wait(30)
+        assert client.row.worker_id is None
+    finally:
+        loop._stopping.set()
+        thread.join(30)
+
+
+def test_a_row_that_was_lost_is_written_anew(lab: Lab) -> None:
+    loop = lab.worker()
+    _, presence = presence_of(lab, loop)
+    with lab.database.write() as session:
+        session.delete(session.get_one(Worker, loop._worker_id))
+    presence.beat()
+    assert state(lab, loop._worker_id) == "ready"
+    presence.stop()
+
+
+def test_all_workers_of_a_host_are_drained_together(lab: Lab) -> None:
+    names = [lab.worker()._worker_id, lab.worker()._worker_id]
+    assert ask(lab, "test", True) == sorted(names)
+    assert ask(lab, "no-such-worker", True) == []
+    assert {state(lab, name) for name in names} == {"draining"}

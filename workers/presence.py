@@ -1,0 +1,126 @@
+"""The thread that shows that a worker is alive, on a database connection of its own.
+
+It renews the worker's leases and its row, packs its metrics into that row, hears there whether the worker shall drain,
+and ends a process whose pass hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, Protocol
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from app import alive
+from app.db import Database
+from app.fleet import service as fleet
+from app.settings import Settings
+from app.telemetry.exposition import pack
+from workers import metrics
+from workers.train import lease
+from workers.train.loop import TrainLoop
+
+logger = structlog.get_logger(__name__)
+
+_STOP_TIMEOUT_S = 20.0
+_PACK_EVERY_S = 5.0
+HUNG_EXIT_CODE = 70
+
+
+class Shown(Protocol):
+    """The worker, as far as it is shown."""
+
+    worker_id: str
+    train: TrainLoop | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no run and no sample."""
+
+    def register(self, session: Session) -> None:
+        """Write its row anew."""
+
+    def drain(self, draining: bool) -> None:
+        """Give everything to others, or take work again."""
+
+
+class Presence:
+    """Shows one worker. `draining`: what its row said when it was last read."""
+
+    def __init__(self, worker: Shown, settings: Settings) -> None:
+        self._worker = worker
+        self._settings = settings
+        self._database = Database(settings.database_url, pool_size=1)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+        self._next_packing = 0.0
+        self.draining = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        alive.touch(self._settings)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop, and delete the worker's row: it leaves on purpose."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_TIMEOUT_S)
+        try:
+            with self._database.write() as session:
+                fleet.remove_worker(session, self._worker.worker_id)
+        except SQLAlchemyError as error:
+            logger.warning("worker_not_removed", error=type(error).__name__)
+        self._database.dispose()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._settings.lease_s / 3):
+            self._end_if_hung()
+            alive.touch(self._settings)
+            try:
+                self.beat()
+            except SQLAlchemyError as error:
+                logger.warning("presence_failed", error=type(error).__name__)
+
+    def _end_if_hung(self) -> None:
+        progress = self._worker.train.progress if self._worker.train else None
+        if progress and progress.phase == "pass" and time.monotonic() - progress.since > self._settings.max_pass_s:
+            logger.error("pass_hung", seconds=self._settings.max_pass_s)
+            os._exit(HUNG_EXIT_CODE)
+
+    def beat(self) -> None:
+        """Show once that the worker lives, and tell it whether it shall drain. Raises SQLAlchemyError."""
+        values = self._values()
+        with self._database.write() as session:
+            if self._worker.train:
+                lease.renew(session, worker_id=self._worker.worker_id, lease_s=self._settings.lease_s)
+            draining = fleet.worker_seen(session, self._worker.worker_id, **values)
+            if draining is None:
+                self._worker.register(session)
+        if draining is not None and draining != self.draining:
+            self.draining = draining
+            logger.info("draining" if draining else "undrained", worker_id=self._worker.worker_id)
+            self._worker.drain(draining)
+
+    def _values(self) -> dict[str, Any]:
+        values: dict[str, Any] = {"phase": "ready"}
+        if train := self._worker.train:
+            values = {
+                "phase": train.progress.phase,
+                "resident_runs": train.progress.resident_runs,
+                "queued_tokens": train.progress.queued_tokens,
+            }
+        if self.draining:
+            values["phase"] = "drained" if self._worker.is_empty else "draining"
+        if time.monotonic() >= self._next_packing:
+            self._next_packing = time.monotonic() + _PACK_EVERY_S
+            if train:
+                metrics.SLOTS.set(self._settings.train_slots)
+                metrics.RESIDENT.set(train.progress.resident_runs)
+                metrics.SNAPSHOT_LAG.set(train.snapshot_lag())
+            values["detail"] = {"metrics": pack(metrics.REGISTRY)}
+        return values
