@@ -1,7 +1,7 @@
 """How a container's health check sees that a process without a port is alive: by the age of a file.
 
-A worker's presence thread touches `TINWORKS_ALIVE_FILE` at every beat, a scheduler whenever it tidies. Neither needs a
-broker or a database for that: while those are away, a restart would help nobody.
+A worker's presence thread touches `TINWORKS_ALIVE_FILE` at every beat, with or without broker and database: while those
+are away, a restart would help nobody. A scheduler touches it whenever it tidies, so it is given more time.
 
 `python -m app.alive [SECONDS]` exits with 1 when the file is older than that, or missing.
 """

@@ -172,8 +172,8 @@ class Settings(BaseSettings):
     # -- sampling
     sample_engine: Literal["auto", "native", "vllm", "external"] = Field(
         "auto",
-        description="What a sample worker computes with (docs/sampling.md); auto: vLLM where it is installed, if there is "
-        "CUDA and the worker does not train, else the native engine",
+        description="What a sample worker computes with (docs/sampling.md); auto: vLLM where it is installed, if there "
+        "is CUDA and the worker does not train, else the native engine",
     )
     max_running_sequences: int = Field(256, ge=1, description="Sequences decoded together by one sample worker")
     adapter_cache: int = Field(64, ge=1, description="Adapters that a sample worker keeps loaded")

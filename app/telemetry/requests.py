@@ -10,6 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.telemetry.context import begin_request
 from app.telemetry.metrics import OTHER_ROUTE, WebMetrics
 
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+OTHER_METHOD = "other"
+
 
 class MeasureRequests:
     """Counts each answer under its route's template, so that ids in paths make no series of their own."""
@@ -36,7 +39,8 @@ class MeasureRequests:
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", OTHER_ROUTE)
-        key = scope["method"], route, status
+        method = scope["method"] if scope["method"] in _METHODS else OTHER_METHOD
+        key = method, route, status
         latency = self._latencies.get(key)
         if latency is None:
             latency = self._latencies[key] = self._metrics.requests.labels(*map(str, key))

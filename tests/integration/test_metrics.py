@@ -75,11 +75,12 @@ def test_requests_are_counted_by_the_template_of_their_route(api: Api) -> None:
     for name in (session_id, "no-such-session"):
         api.get(f"/api/v1/sessions/{name}")
     api.get("/somewhere/" + "x" * 50)
+    api.client.request("INVENTED", "/livez")
     text, route = shown(api), "/api/v1/sessions/{session_id}"
     assert value(text, "tinworks_http_request_seconds_count", method="GET", route=route, status="200") == 1
     assert value(text, "tinworks_http_request_seconds_count", method="GET", route=route, status="404") == 1
     assert value(text, "tinworks_http_request_seconds_count", method="GET", route="other", status="404") == 1
-    assert session_id not in text and "xxxx" not in text
+    assert session_id not in text and "xxxx" not in text and "INVENTED" not in text
 
 
 def test_queues_are_shown_with_their_depth_and_age(each_api: Api) -> None:

@@ -219,10 +219,8 @@ class VllmLoop:
             self._put(flight, error)
 
     def _put(self, flight: Flight, output: Any) -> None:
-        first = not self._arrivals
         self._arrivals.append(Arrival(flight, output))
-        if first:
-            self.on_arrival()
+        self.on_arrival()
 
 
 def prepare_environment() -> None:
