@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli_sentences import DataDirOption, fail, in_sentences, use_data_dir
+from app.cli_sentences import DataDirOption, fail, in_sentences, quiet_logs, use_data_dir
 
 workers = typer.Typer(help="List workers; empty one, and fill it again.")
 JsonOption = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
@@ -28,7 +28,7 @@ def doctor(as_json: JsonOption = False, data_dir: DataDirOption = None) -> None:
     from app.settings import get_settings
 
     use_data_dir(data_dir)
-    with in_sentences():
+    with in_sentences(), quiet_logs():
         findings = list(examine(get_settings()))
     if as_json:
         _print_json([dataclasses.asdict(finding) for finding in findings])
@@ -55,7 +55,7 @@ def runs(
     from app.fleet.overview import seen_runs
     from app.settings import get_settings
 
-    with in_sentences(), get_database().read() as session:
+    with in_sentences(), quiet_logs(), get_database().read() as session:
         most = get_settings().runs_per_tenant
         found = seen_runs(session, owner=owner, idle=idle, limit=limit, runs_per_tenant=most)
     if as_json:
@@ -83,7 +83,7 @@ def list_workers(
     from app.db import get_database
     from app.fleet.overview import seen_workers
 
-    with in_sentences(), get_database().read() as session:
+    with in_sentences(), quiet_logs(), get_database().read() as session:
         found = seen_workers(session, pool)
     if as_json:
         _print_json([_without(dataclasses.asdict(worker), "packed") for worker in found])
@@ -127,7 +127,7 @@ def _set_draining(name: str, draining: bool) -> None:
     from app.db import get_database
     from app.fleet.service import set_draining
 
-    with in_sentences(), get_database().write() as session:
+    with in_sentences(), quiet_logs(), get_database().write() as session:
         told = set_draining(session, name, draining)
     if not told:
         fail(f"There is no worker {name!r}; `tinworks workers` lists them.")
@@ -159,7 +159,7 @@ def _with_stores(act: Callable[..., None], folder: Path, data_dir: Path | None) 
     from app.errors import StorageUnavailable
     from app.storage.blobs import get_blob_store
 
-    with in_sentences():
+    with in_sentences(), quiet_logs():
         try:
             act(get_database(), get_blob_store(), folder, say=typer.echo)
         except BackupFailed as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,19 @@ def in_sentences() -> Iterator[None]:
     except DBAPIError as error:
         cause = str(error.orig).strip().splitlines()[0]
         fail(f"The database refused: {cause}. Is DATABASE_URL right, and has `tinworks migrate` run?")
+
+
+@contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Log nothing meanwhile: a command says itself what it finds, and its output may be read by a program."""
+    import structlog
+
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def fail(sentence: str) -> NoReturn:

@@ -63,6 +63,7 @@ from app.telemetry.logs import configure_logs
 from app.telemetry.metrics import WebMetrics
 from app.telemetry.requests import MeasureRequests
 from app.telemetry.routes import router as metrics_routes
+from app.telemetry.traces import configure_traces
 
 log = structlog.get_logger(__name__)
 
@@ -150,6 +151,7 @@ def create_app() -> FastAPI:
     """The application, configured from the environment."""
     settings = get_settings()
     configure_logs(settings)
+    configure_traces(settings, "tinworks-web")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     app = FastAPI(title="Tinworks", version="0.1.0", lifespan=_lifespan, redirect_slashes=False, docs_url="/docs")
     app.state.services = make_services(settings, get_database())

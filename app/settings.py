@@ -157,8 +157,8 @@ class Settings(BaseSettings):
     )
     gradient_checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Recompute layers in the backward to save memory; auto: for models of a billion parameters, and for "
-        "datums of smaller ones whose activations would take more than 2 GiB",
+        description="Recompute layers in the backward to save memory; auto: for models of a billion parameters, and "
+        "for datums of smaller ones whose activations would take more than 2 GiB",
     )
     claim_interval_s: float = Field(1.0, gt=0, description="How often a train loop looks for work without a doorbell")
     lease_s: float = Field(9.0, gt=0, description="A run's lease; renewed every third of it, taken over after it")
@@ -234,6 +234,9 @@ class Settings(BaseSettings):
     # -- logs and metrics
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged")
     log_format: Literal["json", "console"] = Field("json", description="Structured JSON lines, or for people")
+    traces: float = Field(
+        0.0, ge=0, le=1, description="Share of requests that OpenTelemetry traces; needs `tinworks[otel]` and `OTEL_*`"
+    )
     alive_file: Path | None = Field(
         None, description="File that workers and beat touch while they live, for health checks (`python -m app.alive`)"
     )

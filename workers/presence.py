@@ -83,8 +83,11 @@ class Presence:
             alive.touch(self._settings)
             try:
                 self.beat()
+                self.show_metrics()
             except SQLAlchemyError as error:
                 logger.warning("presence_failed", error=type(error).__name__)
+            except Exception as error:  # the leases are lost without this thread, whatever else is wrong
+                logger.error("presence_failed", exc_info=error)
 
     def _end_if_hung(self) -> None:
         progress = self._worker.train.progress if self._worker.train else None
@@ -116,11 +119,16 @@ class Presence:
             }
         if self.draining:
             values["phase"] = "drained" if self._worker.is_empty else "draining"
-        if time.monotonic() >= self._next_packing:
-            self._next_packing = time.monotonic() + _PACK_EVERY_S
-            if train:
-                metrics.SLOTS.set(self._settings.train_slots)
-                metrics.RESIDENT.set(train.progress.resident_runs)
-                metrics.SNAPSHOT_LAG.set(train.snapshot_lag())
-            values["detail"] = {"metrics": pack(metrics.REGISTRY)}
         return values
+
+    def show_metrics(self) -> None:
+        """Pack what was measured into the worker's row, if that was a while ago. Raises SQLAlchemyError."""
+        if time.monotonic() < self._next_packing:
+            return
+        self._next_packing = time.monotonic() + _PACK_EVERY_S
+        if train := self._worker.train:
+            metrics.SLOTS.set(self._settings.train_slots)
+            metrics.RESIDENT.set(train.progress.resident_runs)
+            metrics.SNAPSHOT_LAG.set(train.snapshot_lag())
+        with self._database.write() as session:
+            fleet.worker_seen(session, self._worker.worker_id, detail={"metrics": pack(metrics.REGISTRY)})

@@ -21,6 +21,7 @@ from app.fleet import service as fleet
 from app.fleet.base_models import names_to_register, pool_of
 from app.settings import Settings, get_settings
 from app.storage.blobs import get_blob_store
+from app.telemetry.traces import configure_traces
 from app.up import CannotStart
 from app.up.models import BaseModel as ServedModel
 from app.up.models import parse_base_model
@@ -54,6 +55,7 @@ class WorkerProcess:
         host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower())[:20].strip("-")
         self.worker_id = f"{host}-{uuid.uuid4().hex[:12]}"
         prepare_process()
+        configure_traces(settings, f"tinworks-{'-'.join(roles)}")
         self._threads = share_cores(self.roles, settings.torch_threads)
         self._database = get_database()
         self._sampler = _engine_name(self.roles, settings)

@@ -11,14 +11,19 @@ from collections.abc import Collection
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from app.db import database_clock
 from app.runs.models import Run
 
 
-def held_by_owner(session: Session, pool: str, owner_ids: Collection[str]) -> dict[str, int]:
-    """Runs of these owners that workers of the pool hold; owners without any are left out."""
+def held_by_owner(
+    session: Session, pool: str, owner_ids: Collection[str], *, besides: Collection[str] = ()
+) -> dict[str, int]:
+    """Runs of these owners, `besides` some, that live workers of the pool hold; owners without any are left out. What a
+    dead worker held takes no place: else its runs would keep each other out."""
     query = (
         select(Run.owner_id, func.count())
-        .where(Run.pool == pool, Run.worker_id.is_not(None), Run.owner_id.in_(list(owner_ids)))
+        .where(Run.pool == pool, Run.worker_id.is_not(None), Run.lease_expires_at > database_clock())
+        .where(Run.owner_id.in_(list(owner_ids)), Run.id.not_in(list(besides)))
         .group_by(Run.owner_id)
     )
     return dict(session.execute(query).tuples().all())

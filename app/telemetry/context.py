@@ -19,6 +19,11 @@ def begin_request() -> None:
     _ids.set({})
 
 
+def known_ids() -> dict[str, str]:
+    """What is known of the request in work."""
+    return _ids.get() or {}
+
+
 def note(**ids: str) -> None:
     """The request in work is this one, or about that run. Outside of a request it means nothing."""
     if (known := _ids.get()) is not None:
@@ -27,6 +32,6 @@ def note(**ids: str) -> None:
 
 def add_ids(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """structlog's processor: what is known of the request, unless the line says it itself."""
-    for name, value in (_ids.get() or {}).items():
+    for name, value in known_ids().items():
         event.setdefault(name, value)
     return event

@@ -1,4 +1,4 @@
-"""Middleware: how long every route takes, and a place for what logs shall say of the request."""
+"""Middleware: how long every route takes, for metrics and traces, and a place for the ids that logs shall name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from prometheus_client import Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.telemetry.context import begin_request
+from app.telemetry.context import begin_request, known_ids
 from app.telemetry.metrics import OTHER_ROUTE, WebMetrics
+from app.telemetry.traces import is_traced, record
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OTHER_METHOD = "other"
@@ -45,3 +46,7 @@ class MeasureRequests:
         if latency is None:
             latency = self._latencies[key] = self._metrics.requests.labels(*map(str, key))
         latency.observe(seconds)
+        request_id = known_ids().get("request_id")
+        if is_traced(request_id):
+            sent = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"traceparent"), "")
+            record(f"{method} {route}", request_id, seconds, traceparent=sent, status=status)

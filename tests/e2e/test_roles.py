@@ -33,6 +33,7 @@ LONG_DATA = batch(52, [64, 64, 48, 48])
 PROMPT = types.ModelInput.from_ints([50, 60, 70, 80])
 STEPS = 40
 EXIT_S = 20.0
+METRICS_TOKEN = "token-of-who-watches"
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,7 @@ def deployment(shared_postgres: PostgresServer, tmp_path_factory: pytest.TempPat
     name = shared_postgres.create()
     with redis_server(folder) as redis:
         running = Deployment(folder / "data", database_url=shared_postgres.url(name), redis_url=redis.url)
+        running.environment["TINWORKS_METRICS_TOKEN"] = METRICS_TOKEN
         try:
             running.start()
             yield running
@@ -257,6 +259,27 @@ def test_samples_of_one_prompt_meet_at_one_worker(deployment: Deployment, sample
     _, home = _busy_sampler(deployment)
     assert [_claimed_by(deployment, other) for other in workers - {home}] == [0]
     assert all(len(future.result(60).sequences[0].tokens) == 200 for future in futures)
+
+
+def test_web_shows_what_workers_have_measured(
+    deployment: Deployment, client: tinker.ServiceClient, sampler: tinker.SamplingClient
+) -> None:
+    run = client.create_lora_training_client(base_model=POOL, rank=4).result(60)
+    train(run, DATA, 2)
+    sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=8, stop=[])).result(60)
+
+    def page() -> str:
+        headers = {"authorization": f"Bearer {METRICS_TOKEN}"}
+        return httpx.get(f"{deployment.base_url}/metrics", headers=headers).text
+
+    def counted(name: str) -> float:
+        """The sum over workers."""
+        lines = [line for line in page().splitlines() if line.startswith(f"tinworks_{name}{{")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    names = ("trained_tokens_total", "sampled_tokens_total", "leases_total", "resident_runs", "slots")
+    wait_until(lambda: all(map(counted, names)), timeout_s=30, what="workers have shown what they measure")
+    assert run.model_id not in page() and '"ada"' not in page()
 
 
 def test_a_drained_worker_is_emptied_and_its_clients_notice_nothing(

@@ -19,6 +19,8 @@ from app.cli import app
 from app.db import Base, Database
 from app.runs.models import Operation, Run
 from app.storage.blobs import BlobMissing, LocalBlobStore
+from app.storage.s3 import S3BlobStore
+from tests.s3_server import S3Server
 from tests.unit.workers.train.train_lab import Client, Lab, assert_close, state_of
 
 
@@ -169,6 +171,19 @@ def test_no_worker_holds_a_restored_run(lab: Lab, postgres_url: str, tmp_path: P
         assert session.get_one(Run, client.model_id).worker_id is None
         assert session.scalar(select(func.count()).select_from(Checkpoint)) == 1
         assert session.scalar(select(func.count()).select_from(Operation)) == client.next_seq
+    target.dispose()
+
+
+def test_from_a_folder_into_a_bucket(lab: Lab, postgres_url: str, shared_s3: S3Server, tmp_path: Path) -> None:
+    trained(lab)
+    backup(lab.database, lab.blobs, tmp_path / "backup", say=silent)
+    bucket = S3BlobStore(shared_s3.client(), shared_s3.new_bucket())
+    target = Database(postgres_url)
+    restore(target, bucket, tmp_path / "backup", say=silent)
+    kept = [key for folder in service.FOLDERS for key in lab.blobs.list(folder)]
+    assert kept and [bucket.get(key) for key in kept] == [lab.blobs.get(key) for key in kept]
+    backup(target, bucket, tmp_path / "again", say=silent)
+    assert (tmp_path / "again" / "blobs" / kept[0]).exists()
     target.dispose()
 
 

@@ -17,6 +17,7 @@ from app.doctor import service
 from app.doctor.host import check_gpus
 from app.settings import get_settings
 from tests import factories
+from tests.s3_server import S3Server
 from tests.services import RedisServer
 from tests.tls_front import self_signed, tls_front
 
@@ -100,6 +101,30 @@ def test_a_blob_folder_that_is_a_file(whole: Set, tmp_path: Path) -> None:
     whole(TINWORKS_DATA_DIR=tmp_path / "file")
     result, found = examined()
     assert result.exit_code == 1 and set(failures(found)) == {"blobs"}
+
+
+def test_a_bucket_is_written_read_and_presigned(whole: Set, shared_s3: S3Server) -> None:
+    whole(**shared_s3.environment(shared_s3.new_bucket()))
+    _, found = examined()
+    names = {"blobs", "conditional put", "download links"}
+    assert {name for name in names if found[name]["grade"] == "ok"} == names, found
+    assert found["download links"]["seen"] == "signed by the bucket"
+
+
+@pytest.mark.parametrize(
+    "change", [{"TINWORKS_S3_ENDPOINT_URL": "http://127.0.0.1:1"}, {"AWS_SECRET_ACCESS_KEY": "wrong"}]
+)
+def test_a_bucket_that_does_not_answer_or_is_not_ours(whole: Set, shared_s3: S3Server, change: dict[str, str]) -> None:
+    whole(**shared_s3.environment(shared_s3.new_bucket()) | change)
+    result, found = examined()
+    assert result.exit_code == 1 and "TINWORKS_S3_BUCKET" in failures(found)["blobs"]
+
+
+def test_a_bucket_that_clients_cannot_reach_by_its_public_address(whole: Set, shared_s3: S3Server) -> None:
+    whole(**shared_s3.environment(shared_s3.new_bucket()), TINWORKS_S3_PUBLIC_URL="http://127.0.0.1:1")
+    _, found = examined()
+    assert found["download links"]["grade"] == "warning"
+    assert "TINWORKS_S3_PUBLIC_URL" in found["download links"]["todo"]
 
 
 def test_workers_that_are_missing_are_a_warning(whole: Set) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+import pytest
 from sqlalchemy.orm import Session
 
 from app.fleet.models import Worker
@@ -138,3 +139,38 @@ def test_all_workers_of_a_host_are_drained_together(lab: Lab) -> None:
     assert ask(lab, "test", True) == sorted(names)
     assert ask(lab, "no-such-worker", True) == []
     assert {state(lab, name) for name in names} == {"draining"}
+
+
+def test_a_worker_shows_what_it_measures_in_its_row(each_lab: Lab) -> None:
+    loop = each_lab.worker()
+    client = each_lab.client()
+    client.train(1)
+    each_lab.work(loop)
+    _, presence = presence_of(each_lab, loop)
+    presence.show_metrics()
+    with each_lab.database.read() as session:
+        (packed,) = [worker.packed for worker in seen_workers(session) if worker.id == loop._worker_id]
+    shown = {name: value for family in packed for name, labels, value in family["samples"] if not labels}
+    assert shown["tinworks_resident_runs"] == 1 and shown["tinworks_snapshot_lag_operations"] == 3
+    presence.stop()
+
+
+def test_a_lease_is_renewed_whatever_becomes_of_the_metrics(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = lab.worker(lease_s=0.15)
+    client = lab.client()
+    lab.work(loop)
+    shown = Shown(lab, loop)
+    presence = Presence(shown, lab.settings.model_copy(update={"lease_s": 0.15}))
+    tries: list[float] = []
+
+    def broken() -> None:
+        tries.append(client.row.lease_expires_at or 0.0)
+        raise RuntimeError("cannot be packed")
+
+    monkeypatch.setattr(presence, "show_metrics", broken)
+    presence.start()
+    try:
+        wait_for(lambda: len(tries) >= 3)
+        assert tries[2] > tries[1] > 0
+    finally:
+        presence.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def test_a_run_too_many_waits_and_its_polls_say_why(
     with running(configure, database_url, redis_url, tmp_path, runs_per_tenant=1) as api:
         held = api.run()
         with api.database.write() as session:
-            session.get_one(Run, held).worker_id = "somebody"
+            run = session.get_one(Run, held)
+            run.worker_id, run.lease_expires_at = "somebody", time.time() + 60
         waiting = api.create(api.session(), 7)
         told = api.poll(waiting["request_id"]).json()
         assert told["queue_state"] == "paused_capacity"

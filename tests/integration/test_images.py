@@ -1,4 +1,4 @@
-"""The images as far as they can be without Docker: their RUN lines in clean virtual environments, and their commands."""
+"""The images without Docker: their RUN lines in clean virtual environments, and their commands."""
 
 from __future__ import annotations
 

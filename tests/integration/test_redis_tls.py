@@ -42,7 +42,7 @@ def send_a_doorbell(settings: Settings) -> int:
 def test_a_self_signed_certificate_is_refused(url: str) -> None:
     with redis.Redis.from_url(settings(url).redis_url) as client, pytest.raises(RedisConnectionError, match="CERT"):
         client.ping()
-    with pytest.raises(Exception, match="(?i)certificate"):
+    with pytest.raises(Exception, match=r"(?i)certificate"):
         send_a_doorbell(settings(url))
 
 

@@ -45,3 +45,27 @@ def test_the_limit_counts_the_runs_that_other_workers_hold(lab: Lab) -> None:
     lab.restore(first, held)
     lab.work(second)
     assert residents(second) == set() and waiting.row.applied_seq == -1
+
+
+def test_runs_of_a_dead_worker_do_not_keep_each_other_out(each_lab: Lab) -> None:
+    lab = each_lab
+    first, second = lab.worker(runs_per_tenant=2), lab.worker(runs_per_tenant=2)
+    mine = owner(lab)
+    clients = [lab.client(owner_id=mine, seed=seed) for seed in range(2)]
+    lab.work(first)
+    for client in clients:
+        client.train(1)
+    lab.kill(first)
+    lab.work(second)
+    assert residents(second) == {client.model_id for client in clients}
+    assert [client.row.applied_seq for client in clients] == [2, 2]
+
+
+def test_runs_that_a_worker_has_forgotten_are_taken_again(lab: Lab) -> None:
+    loop = lab.worker(runs_per_tenant=1)
+    client = lab.client(owner_id=owner(lab))
+    lab.work(loop)
+    loop._residents.drop(client.model_id)  # as after a commit that failed: its lease is still ours
+    client.train(1)
+    lab.work(loop)
+    assert client.row.applied_seq == 2

@@ -246,3 +246,23 @@ def test_what_it_cannot_finish_is_anothers_at_once(start: Start, submit: Submit,
     wait_for(lambda: other.running == set(ids), timeout_s=0.9)
     counts = server.mget([claims_key(request_id) for request_id in ids])
     assert counts == [b"1", b"1"]
+
+
+def test_a_sampler_that_was_drained_takes_requests_again(start: Start, submit: Submit, server: redis.Redis) -> None:
+    sampler = start("w1")
+    wait_for(lambda: server.hexists(samplers_key(POOL), "w1"))
+    sampler.service.retire()
+    wait_for(lambda: not server.hexists(samplers_key(POOL), "w1") and not sampler.service._drained.empty())
+    ids = submit("a", 1)
+    sampler.take(ids)
+    wait_for(lambda: not sampler.service._inbox)
+    assert claimed_by(server, ids) == [""] and not sampler.service.is_busy
+
+    sampler.service.resume()
+    wait_for(lambda: sampler.running == set(ids) and server.hexists(samplers_key(POOL), "w1"), timeout_s=5)
+    assert sampler.service.is_busy
+    with stopping(lambda: sampler.service.stop(5, drain_s=60)) as thread:
+        wait_for(lambda: not server.hexists(samplers_key(POOL), "w1"))
+        assert thread.is_alive()
+        sampler.end(ids[0])
+    assert server.exists(result_key(ids[0]))

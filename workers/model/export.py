@@ -49,7 +49,7 @@ def peft_files(adapter: Adapter | HostCopy, base_name: str, base: BaseModel) -> 
     """
     config = _peft_config(adapter, base_name, base)
     tensors, pack = _peft_tensors(adapter, base)
-    packed = {name: pack(name, tensor.cpu()) for name, tensor in tensors.items()}
+    packed = {name: pack(name, tensor.cpu()).contiguous() for name, tensor in tensors.items()}
     return {CONFIG_FILE: config, WEIGHTS_FILE: safetensors.torch.save(packed, _METADATA)}
 
 

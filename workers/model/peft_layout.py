@@ -35,10 +35,10 @@ def weight_name(path: str, target: TargetSpec, factor: str) -> str:
 
 
 def flattened(factor: str, tensor: Tensor) -> Tensor:
-    """A factor of an adapter as PEFT stores it, contiguous: [E, R, I] → [E·R, I], [E, O, R] → [O, R·E]."""
+    """A factor of an adapter as PEFT stores it, not always contiguous: [E, R, I] → [E·R, I], [E, O, R] → [O, R·E]."""
     if tensor.dim() == 3:
-        tensor = tensor.flatten(0, 1) if factor == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
-    return tensor.contiguous()
+        return tensor.flatten(0, 1) if factor == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
+    return tensor
 
 
 def unflattened(factor: str, tensor: Tensor, experts: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor: no more of one is in memory than its largest tensor.
+"""Safetensors files written piece by piece: a few megabytes of one are in memory beside the tensors themselves.
 
 The format (https://github.com/huggingface/safetensors#format): the length of the header as 8 bytes, little-endian; the
 header, JSON, padded with spaces to a multiple of 8; the tensors one after another. The library's own `save_file` wants
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_PIECE_BYTES = 8 * 2**20
 Pack = Callable[[str, Tensor], Tensor]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], pack: Pack, metadata: Mapping[str, str] | None) -> None:
     """Write `pack(name, tensor)` of each of the tensors, all of one dtype: byte for byte what `safetensors.torch.save`
-    makes of them. `pack` changes shape and strides only."""
+    makes of them. `pack` changes shape and strides, and copies only where it has to."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     place = 0
     for name in sorted(tensors):
@@ -36,5 +37,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], pack: Pack, metadat
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in sorted(tensors):
-            packed = pack(name, tensors[name].detach().cpu()).contiguous()
-            file.write(packed.view(-1).view(torch.uint8).numpy().data)
+            packed = pack(name, tensors[name].detach().cpu())
+            row_bytes = packed.element_size() * packed[0].numel() if packed.numel() else 1
+            for rows in packed.split(max(1, _PIECE_BYTES // row_bytes)):
+                file.write(rows.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import structlog
@@ -11,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.billing import meter
 from app.billing.meter import Meter, UsageKind
 from app.db import Database
+from app.telemetry.traces import record
 from app.wire.sampling import StoredSample
 from app.wire.types import SampleResult
 from workers.metrics import count_sample
@@ -44,8 +46,12 @@ class SampleUsage:
     def counted(self, stored: StoredSample, deliver: Deliver) -> Deliver:
         """`deliver`, which also counts what the sample has used, if it gave a result."""
 
+        began = time.monotonic()
+
         def count_and_deliver(outcome: SampleResult | Exception) -> None:
             deliver(outcome)
+            seconds, tokens = time.monotonic() - began, len(stored.request.prompt)
+            record("sample", stored.request.request_id, seconds, pool=stored.pool, prompt_tokens=tokens)
             count_sample(outcome, prompt_tokens=len(stored.request.prompt))
             if isinstance(outcome, SampleResult):
                 self.count(stored, outcome)

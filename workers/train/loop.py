@@ -27,6 +27,7 @@ from app.runs import log
 from app.runs.log import Finished, Payload, Ready, request_id_of
 from app.settings import Settings
 from app.storage.blobs import BlobMissing, BlobStore
+from app.telemetry import traces
 from workers import metrics
 from workers.model.engine import Engine
 from workers.snapshot_folders import shared_folders
@@ -201,6 +202,16 @@ class TrainLoop:
         tokens, seconds = sum(operation.tokens for operation in planned.forward), time.monotonic() - begin
         runs = len({operation.model_id for operation in planned.operations})
         metrics.count_turn(seconds=computed - begin, tokens=tokens, operations=len(planned.operations), runs=runs)
+        for operation in planned.operations:
+            traces.record(
+                operation.kind,
+                operation.request_id,
+                computed - begin,
+                worker_id=self._worker_id,
+                tokens=operation.tokens,
+                operations_together=len(planned.operations),
+                runs_together=runs,
+            )
         logger.debug("cycle_done", operations=len(planned.operations), pass_tokens=tokens, seconds=seconds)
         return True
 

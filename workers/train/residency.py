@@ -97,7 +97,7 @@ class Residents:
             return free
         with self._database.read() as session:
             owners = lease.owners_of(session, free)
-            held = held_by_owner(session, self._pool, set(owners.values()))
+            held = held_by_owner(session, self._pool, set(owners.values()), besides=free)
             pending = log.pending_runs(session, self._pool) if any(n >= most for n in held.values()) else set()
         allowed: set[str] = set()
         for owner_id in set(owners.values()):

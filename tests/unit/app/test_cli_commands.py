@@ -44,7 +44,8 @@ def test_up_runs_what_the_procfile_runs() -> None:
 
 
 def test_a_worker_is_told_its_model() -> None:
-    assert commands.worker("w", BaseModel("org/m", ("a", "b"))).environment == {"TINWORKS_BASE_MODEL": "a,b=org/m"}
+    told = commands.worker("w", BaseModel("org/m", ("a", "b"))).environment
+    assert told == {"TINWORKS_BASE_MODEL": "a,b=org/m", "TINWORKS_SAMPLE_DRAIN_S": "0"}
 
 
 @pytest.mark.parametrize(("host", "auth"), [("127.0.0.1", "open"), ("::1", "open"), ("localhost", "open")])

@@ -21,10 +21,18 @@ def test_sqlite_is_left_as_it_is() -> None:
 
 
 def test_platforms_names_and_our_own_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"REDIS_URL": "rediss://r:1/2", "PORT": "9", "TINWORKS_AUTH": "open"}.items():
+    for name, value in {"REDIS_URL": "redis://r:1/2", "PORT": "9", "TINWORKS_AUTH": "open"}.items():
         monkeypatch.setenv(name, value)
     settings = Settings()
-    assert (settings.redis_url, settings.port, settings.auth) == ("rediss://r:1/2", 9, "open")
+    assert (settings.redis_url, settings.port, settings.auth) == ("redis://r:1/2", 9, "open")
+
+
+@pytest.mark.parametrize(("own", "read"), [("", "required"), ("none", "none")])
+def test_what_checks_certificates_of_redis_is_in_its_url(monkeypatch: pytest.MonkeyPatch, own: str, read: str) -> None:
+    monkeypatch.setenv("REDIS_URL", "rediss://:secret@r:1/2")
+    if own:
+        monkeypatch.setenv("TINWORKS_REDIS_CERT_REQS", own)
+    assert Settings().redis_url == f"rediss://:secret@r:1/2?ssl_cert_reqs={read}"
 
 
 WRONG = {
