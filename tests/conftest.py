@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import redis
+import structlog
 from hypothesis import settings as hypothesis_settings
 
 from app.db import Database, get_database
@@ -19,6 +21,13 @@ from tests.services import PostgresServer, RedisServer, postgres_server, redis_s
 
 hypothesis_settings.register_profile("tinworks", deadline=None)  # a busy machine is no failure
 hypothesis_settings.load_profile("tinworks")
+
+
+def _configure_anew(configure: Callable[..., None], **options: object) -> None:
+    configure(**{**options, "cache_logger_on_first_use": False})
+
+
+structlog.configure = partial(_configure_anew, structlog.configure)  # a process of ours configures it once, tests often
 
 
 @pytest.fixture(scope="session")
