@@ -70,8 +70,8 @@ def test_any_order_of_datums_permutes_the_results(
 
 
 class Run:
-    """A script of forward_backwards and steps on a run of its own. `eps` is large: with a small one Adam makes a step of
-    full size of what is rounding in a gradient near zero."""
+    """A script of forward_backwards and steps on a run of its own. `eps` is large: with a small one Adam makes a full
+    step of what is rounding in a gradient near zero."""
 
     def __init__(self, seed: int, script: Sequence[int | None]) -> None:
         self.adapter = reference.random_adapter(BASE, seed, rank=1 + seed % 5)
