@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-WARM_UP = 3
+WARM_UP, WARM_UP_S = 3, 10.0
+"""Pairs that are not counted: so many, or those of the first seconds if that is less."""
 RESAMPLES = 2000
 
 
@@ -44,9 +45,13 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 def timed(ours: Callable[[], object], theirs: Callable[[], object], pairs: int) -> Ratio:
     """How many times as fast `ours` is; milliseconds of both. Who goes first changes from pair to pair."""
     times: dict[Callable[[], object], list[float]] = {ours: [], theirs: []}
-    for number in range(WARM_UP + pairs):
+    begin, warm = time.perf_counter(), 0
+    while len(times[ours]) < warm + pairs:
+        number = len(times[ours])
+        if number < WARM_UP and time.perf_counter() - begin < WARM_UP_S:
+            warm = number + 1
         for step in (ours, theirs) if number % 2 else (theirs, ours):
             start = time.perf_counter()
             step()
             times[step].append(1e3 * (time.perf_counter() - start))
-    return ratio(times[ours][WARM_UP:], times[theirs][WARM_UP:])
+    return ratio(times[ours][warm:], times[theirs][warm:])
