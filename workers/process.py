@@ -158,10 +158,10 @@ class WorkerProcess:
         if self.train:
             self.train.ring()
 
-    def take_sample(self, request_id: str) -> None:
-        """A sample waits."""
+    def take_samples(self, request_ids: Sequence[str]) -> None:
+        """Samples wait."""
         if self.samples:
-            self.samples.take(request_id)
+            self.samples.take(request_ids)
 
     def stop(self) -> None:
         """Finish what is computing, as long as the settings allow, hand everything back, leave."""

@@ -28,8 +28,8 @@ for _kind in OPERATION_KINDS:
 
 
 @app.task(name=SAMPLE_TASK, ignore_result=True, Request=Ring)
-def sample(request_id: str) -> None:
-    """A sample waits in Redis."""
+def sample(*request_ids: str) -> None:
+    """Samples wait in Redis."""
     from workers import process
 
-    process.current().take_sample(request_id)
+    process.current().take_samples(request_ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -17,6 +18,9 @@ from app.fleet.queues import SAMPLE_TASK, celery_settings, operation_task, sampl
 from app.settings import Settings
 
 log = structlog.get_logger(__name__)
+
+_SAMPLES_TOGETHER = 16
+"""Requests that one message hands to one sampler, so that others of the pool get their share of a burst."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +89,8 @@ class DoorbellPublisher:
             try:
                 bell = self._waiting.get_nowait()
             except queue.Empty:
-                return list(bells.values()), False
-        return list(bells.values()), True
+                return _together(bells.values()), False
+        return _together(bells.values()), True
 
     def _publish(self, bell: Doorbell) -> None:
         try:
@@ -94,3 +98,18 @@ class DoorbellPublisher:
         except Exception as error:  # whatever it is, the thread goes on: train loops and samplers look by themselves
             self.lost += 1
             log.warning("doorbell_lost", task=bell.task, queue=bell.queue, error=type(error).__name__)
+
+
+def _together(bells: Iterable[Doorbell]) -> list[Doorbell]:
+    """The same, with the samples of one queue in as few messages as may be."""
+    messages: list[Doorbell] = []
+    samples: dict[str, list[str]] = {}
+    for bell in bells:
+        if bell.task == SAMPLE_TASK:
+            samples.setdefault(bell.queue, []).extend(bell.args)
+        else:
+            messages.append(bell)
+    for where, request_ids in samples.items():
+        for start in range(0, len(request_ids), _SAMPLES_TOGETHER):
+            messages.append(Doorbell(SAMPLE_TASK, where, tuple(request_ids[start : start + _SAMPLES_TOGETHER])))
+    return messages

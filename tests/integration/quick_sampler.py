@@ -32,7 +32,7 @@ def quick_sampler(api: Api, *, answers: Callable[[str], bool] = lambda request_i
 
         def ring(*, request_id: str, pool: str, worker_id: str | None = None) -> None:
             if answers(request_id):
-                sampler.take(request_id)
+                sampler.take([request_id])
 
         api.client.app.state.services.doorbells.ring_sample = ring  # type: ignore[attr-defined]
         try:

@@ -76,6 +76,18 @@ def test_rings_for_one_run_that_wait_together_become_one(own_redis: RedisServer,
     assert broker.llen("train.tiny") == 1
 
 
+def test_samples_that_wait_together_share_messages_of_a_few(own_redis: RedisServer, broker: redis.Redis) -> None:
+    publisher = DoorbellPublisher(Settings(redis_url=own_redis.url))
+    ids = [f"s:sample:0:{number}" for number in range(20)]
+    for request_id in ids:
+        publisher.ring_sample(request_id=request_id, pool="tiny")
+    publisher.ring_sample(request_id="s:sample:0:99", pool="tiny", worker_id="w1")
+    publisher.start()
+    publisher.stop(timeout_s=30)
+    assert rung(broker, "sample.tiny") == [("tinker.sample", ids[:16]), ("tinker.sample", ids[16:])]
+    assert rung(broker, "wake.w1") == [("tinker.sample", ["s:sample:0:99"])]
+
+
 def test_it_rings_again_once_the_broker_is_back(
     publisher: DoorbellPublisher, own_redis: RedisServer, broker: redis.Redis
 ) -> None:

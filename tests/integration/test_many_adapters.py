@@ -72,7 +72,7 @@ class World:
             "sampling_params": {"max_tokens": max_tokens, "temperature": 0.0},
         }
         request_id = str(self.api.ok("asample", body)["request_id"])
-        self.service.take(request_id)
+        self.service.take([request_id])
         return request_id
 
     def _sampler(self, snapshot_id: str | None) -> str:

@@ -41,7 +41,7 @@ class TellingEngine(HeldEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.take: Callable[[str], None] = lambda request_id: None
+        self.take: Callable[[list[str]], None] = lambda request_ids: None
         self.drawn: deque[tuple[Job, StreamedToken]] = deque()
 
     def step(self) -> bool:
@@ -62,13 +62,13 @@ class TellingEngine(HeldEngine):
         """The next tokens of the running request."""
         job = self.jobs[self.request_id]
         self.drawn.extend((job, StreamedToken(index, at, token, -1.0)) for at, token in enumerate(tokens, start))
-        self.take("nothing")  # wakes the sampler
+        self.take(["nothing"])  # wakes the sampler
 
     def finish(self, *sequences: list[int], reason: str = "length") -> None:
         """Its result."""
         drawn = [SampledSequence(reason, np.array(s, np.int32), np.full(len(s), -1.0, np.float32)) for s in sequences]
         self.end(self.request_id, SampleResult(drawn, prompt_cache_hit_tokens=2))
-        self.take("nothing")
+        self.take(["nothing"])
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def take(server: redis.Redis, engine: TellingEngine) -> str:
     """Have the sampler take the request that waits, as a Celery message would."""
     wait_for(lambda: server.zcard(unfinished_key(POOL)))
     [waiting] = server.zrange(unfinished_key(POOL), 0, -1)
-    engine.take(waiting.decode())
+    engine.take([waiting.decode()])
     return engine.request_id
 
 
@@ -341,7 +341,7 @@ def test_prompts_and_n_make_choices_in_order(chat_api: Api, server: redis.Redis,
     with Stream(chat_api, "completions", body) as stream:
         wait_for(lambda: server.zcard(unfinished_key(POOL)) == 2)
         for waiting in server.zrange(unfinished_key(POOL), 0, -1):
-            engine.take(waiting.decode())
+            engine.take([waiting.decode()])
         wait_for(lambda: len(engine.jobs) == 2)
         for request_id, job in list(engine.jobs.items()):
             first = ours("byte_level").decode(job.request.prompt)

@@ -194,7 +194,7 @@ class Sampling:
             "record_stability_info": recorded,
         }
         request_id = str(self.api.ok("asample", body)["request_id"])
-        self.service.take(request_id)
+        self.service.take([request_id])
         wait_for(lambda: request_id in self.engine.jobs)
         return request_id
 

@@ -55,7 +55,7 @@ def cancel(api: Api, request_id: str, who: str = "alice") -> int:
 
 
 def taken(engine: HeldEngine, request_id: str) -> None:
-    engine.take(request_id)  # type: ignore[attr-defined]
+    engine.take([request_id])  # type: ignore[attr-defined]
     wait_for(lambda: request_id in engine.jobs)
 
 

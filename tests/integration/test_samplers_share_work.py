@@ -51,8 +51,7 @@ class Sampler:
         self.service.start()
 
     def take(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self.service.take(request_id)
+        self.service.take(request_ids)
 
     @property
     def running(self) -> set[str]:

@@ -24,6 +24,8 @@ PROMPT = types.ModelInput.from_ints([50, 60, 70, 80])
 RANK = 8
 START_S = 300.0
 """vLLM's processes import for minutes where the cores are contended."""
+IDLE_S = 0.8
+"""vLLM as it comes would look for messages without a pause for longer."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -86,6 +88,19 @@ def test_what_was_trained_is_sampled_with_the_trainers_logprobs(
             model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": tokens[1:]}
         )
         assert largest_gap([list(sequence.logprobs or [])], [logprobs(run, [datum])[0][-12:]]) < 1e-4
+
+
+def test_vllm_leaves_the_cores_to_others_when_it_has_nothing_to_do(
+    deployment: Deployment, client: tinker.ServiceClient
+) -> None:
+    sampler = client.create_sampling_client(base_model=POOL).result(60)
+    [worker] = deployment.alive("sample")
+    sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2)).result(60)
+    own = children(worker)
+    before = [sum(process.cpu_times()[:2]) for process in own]
+    psutil.cpu_percent(IDLE_S)
+    used = sum(sum(process.cpu_times()[:2]) - began for process, began in zip(own, before, strict=True))
+    assert used < IDLE_S / 4
 
 
 def test_a_rank_that_vllm_has_no_room_for_is_the_users_error(client: tinker.ServiceClient) -> None:

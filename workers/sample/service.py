@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -115,9 +115,9 @@ class SampleService:
         SEQUENCES.labels("waiting").set(max(0, load - running))
         return load
 
-    def take(self, request_id: str) -> None:
-        """A request waits in Redis; returns at once."""
-        self._inbox.append(request_id)
+    def take(self, request_ids: Iterable[str]) -> None:
+        """Requests wait in Redis; returns at once."""
+        self._inbox.extend(request_ids)
         self._bell.set()
 
     def _cancel(self, request_id: str) -> None:
