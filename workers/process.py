@@ -102,6 +102,7 @@ class WorkerProcess:
             redis=self._redis(),
             settings=settings,
             threads=self._threads["sample"],
+            copies=settings.vllm_data_parallel_size if self._sampler == "vllm" else 1,
         )
 
     def announce(self) -> None:

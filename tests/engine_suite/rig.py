@@ -14,7 +14,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from app.wire.types import PromptTargets, SampleRequest, SampleResult, SamplingParams, StreamedToken
 from tests.engine_suite.models import ATTENTION, MLP, make_adapter, make_model
@@ -36,6 +36,20 @@ ADAPTERS: dict[str, tuple[int, Sequence[str]]] = {
 """Rank and targets."""
 WHO = (None, *ADAPTERS)
 """Whose weights serve a request: the base model's, or an adapter's."""
+
+
+MakeModel = Callable[[Path], PreTrainedModel]
+"""Writes a model with an end of sequence to a folder."""
+MakeAdapters = Callable[[PreTrainedModel, Path], dict[str, Path]]
+"""Writes adapters of a model below a folder; by their names."""
+
+
+def make_adapters(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
+    """`ADAPTERS`."""
+    paths = {name: folder / f"adapter-{i}" for i, name in enumerate(ADAPTERS)}
+    for seed, (name, (rank, targets)) in enumerate(ADAPTERS.items()):
+        make_adapter(model, paths[name], rank=rank, targets=targets, seed=seed)
+    return paths
 
 
 def ask(
@@ -143,14 +157,19 @@ class Reference:
 class Rig:
     """The engine with its model, adapters and reference."""
 
-    def __init__(self, factory: EngineFactory, folder: Path) -> None:
+    def __init__(
+        self,
+        factory: EngineFactory,
+        folder: Path,
+        *,
+        make_model: MakeModel = make_model,
+        make_adapters: MakeAdapters = make_adapters,
+    ) -> None:
         self.folder = folder
         self.model = make_model(folder / "model")
         self.eos: int = self.model.generation_config.eos_token_id
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        paths = {name: folder / f"adapter-{i}" for i, name in enumerate(ADAPTERS)}
-        for seed, (name, (rank, targets)) in enumerate(ADAPTERS.items()):
-            make_adapter(self.model, paths[name], rank=rank, targets=targets, seed=seed)
+        paths = make_adapters(self.model, folder)
         self.reference = Reference(folder / "model", paths)
         self.engine = factory(folder / "model")
         self._bell = threading.Event()

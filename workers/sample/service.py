@@ -63,7 +63,9 @@ class SampleService:
         redis: Redis,
         settings: Settings,
         threads: int = 1,
+        copies: int = 1,
     ) -> None:
+        """`copies`: of the model, each of which runs `max_running_sequences` at a time."""
         self._engine = engine
         self._adapters = adapters
         self._usage = usage
@@ -74,7 +76,7 @@ class SampleService:
             redis, pool=pool, worker_id=worker_id, claim_s=settings.sample_claim_s, result_ttl_s=settings.sample_ttl_s
         )
         self._presence = SamplerPresence(redis, pool=pool, worker_id=worker_id)
-        self._feeder = Feeder(self._desk, engine, rows=settings.max_running_sequences, begin=self._ask)
+        self._feeder = Feeder(self._desk, engine, rows=copies * settings.max_running_sequences, begin=self._ask)
         self._streams = TokenStreams(redis)
         self._inbox: deque[str] = deque()
         self._cancelled: deque[str] = deque()

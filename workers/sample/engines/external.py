@@ -149,7 +149,8 @@ class ExternalEngine:
         adapter = read_adapter_folder(folder, self._outline)
         trained = any(self._outline.targets[path].group == "unembed" for path in adapter.modules)
         handle = ExternalAdapter(f"{snapshot_id}-{next(self._numbers)}", trained)
-        answer = self._call(self._post("load_lora_adapter", {"lora_name": handle.name, "lora_path": str(folder)}))
+        body = {"lora_name": handle.name, "lora_path": str(folder), "is_3d_lora_weight": True}
+        answer = self._call(self._post("load_lora_adapter", body))
         if answer.status_code != httpx.codes.OK:
             raise BadSnapshot(f"the vLLM server does not load the checkpoint's adapter: {message_of(answer)}")
         return handle

@@ -82,7 +82,7 @@ class VllmAdapters:
                 os.link(folder / name, own / name)
             except OSError:
                 shutil.copyfile(folder / name, own / name)
-        return VllmAdapter(LoRARequest(own.name, number, str(own)), own)
+        return VllmAdapter(LoRARequest(own.name, number, str(own), is_3d_lora_weight=True), own)
 
     def hold(self, adapter: VllmAdapter) -> None:
         """A job has it."""

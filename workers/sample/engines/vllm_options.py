@@ -66,8 +66,9 @@ class VllmOptions:
         """Those of `AsyncEngineArgs`.
 
         vLLM's own random numbers decide all tokens of requests without a seed, and its own default is the same for
-        every start. On a CPU prompts go through whole: there vLLM (0.32) dies of a request with a seed whose prompt it
-        has cut.
+        every start. Adapters of experts come as PEFT writes them for stacks (`is_3d_lora_weight` of their requests);
+        those vLLM takes for every mixture of experts only in its mixed format. On a CPU prompts go through whole: there
+        vLLM (0.32) dies of a request with a seed whose prompt it has cut.
         """
         from vllm.platforms import current_platform
 
@@ -86,6 +87,7 @@ class VllmOptions:
             "max_loras": self.slots,
             "max_cpu_loras": self.cpu_adapters,
             "max_lora_rank": self.max_rank,
+            "enable_mixed_moe_lora_format": True,
             "max_num_seqs": self.max_rows,
             "max_logprobs": 1 << 30,
             "logprobs_mode": "raw_logprobs",

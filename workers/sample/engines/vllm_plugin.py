@@ -28,12 +28,13 @@ def register() -> None:
         _die_with(int(owner))
     from vllm.platforms import current_platform
 
-    from workers.sample.engines import vllm_cpu_lora, vllm_prompt_scores
+    from workers.sample.engines import vllm_cpu_experts, vllm_cpu_lora, vllm_prompt_scores
 
     _allow_any_temperature()
     vllm_prompt_scores.install()
     if current_platform.is_cpu():
         vllm_cpu_lora.install()
+        vllm_cpu_experts.install()
         _clear_cache_blocks()
         _sleep_while_waiting()
 

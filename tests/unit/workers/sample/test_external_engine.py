@@ -43,6 +43,7 @@ class FakeServer(httpx.AsyncBaseTransport):
         if route == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "base", "max_model_len": 100}]})
         if route == "/v1/load_lora_adapter":
+            assert body["is_3d_lora_weight"]
             if "broken" in body["lora_name"]:
                 return httpx.Response(400, json={"error": {"message": "no such rank"}})
             self.adapters.add(body["lora_name"])
