@@ -5,9 +5,12 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 PYTEST_ARGS ?=
+SEED ?= 1
+SEEDS ?= 100
+CHAOS_ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-vllm e2e test-all lint proto compatibility clean
+.PHONY: help install demo test test-vllm e2e test-all chaos lint proto compatibility clean
 
 help:
 	@echo "make demo      install, then train and sample a tiny model through the official SDK"
@@ -15,6 +18,7 @@ help:
 	@echo "make test-vllm the tests that need vLLM, in an environment of its own, \$$(VENV_VLLM) (Linux, x86-64)"
 	@echo "make e2e       the official SDK against SQLite and a folder, then against Postgres, Redis and S3"
 	@echo "make test-all  all tests"
+	@echo "make chaos     kill everything at random moments, with \$$(SEEDS) seeds from \$$(SEED) on (a minute each)"
 	@echo "make lint      ruff, mypy, the layering rules"
 	@echo "make proto     compile app/wire/*.proto anew; the install has done it once"
 	@echo "make compatibility  write docs/compatibility.md anew"
@@ -39,6 +43,9 @@ e2e: install
 
 test-all: install
 	$(BIN)/python -m pytest -m '' $(PYTEST_ARGS)
+
+chaos: install
+	$(BIN)/python -m tests.chaos --seed $(SEED) --seeds $(SEEDS) $(CHAOS_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

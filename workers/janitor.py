@@ -22,9 +22,11 @@ from app.fleet.service import remove_dead_workers
 from app.runs import log
 from app.sampling.endings import forget_samples_of_ended_sessions
 from app.sampling.records import forget_recorded
+from app.sessions import endings
 from app.sessions.models import ClientSession
 from app.settings import Settings, get_settings
 from app.storage.blobs import BlobStore, get_blob_store
+from workers import watch
 from workers.celery import app
 from workers.collector import Collector
 from workers.snapshot_folders import shared_folders
@@ -45,11 +47,13 @@ all sessions look silent for a moment."""
 
 @app.task(name="tinworks.tidy", ignore_result=True)
 def tidy() -> None:
-    """Fill sequence gaps, forget old results and records, expire checkpoints, mark silent sessions, drop the samples of
-    those that have ended and dead workers' rows, upload what trainers did not."""
+    """Fill sequence gaps, forget old results and records, expire checkpoints, mark silent sessions and end those that
+    stay so, close the runs of ended sessions, drop their samples and dead workers' rows, upload what trainers did
+    not."""
     settings = get_settings()
     alive.touch(settings)
     database = get_database()
+    up_s = _up_for_s(settings)
     with database.write() as session:
         if not database.is_sqlite and not session.scalar(
             text("SELECT pg_try_advisory_xact_lock(:id)"), {"id": _LOCK_ID}
@@ -60,15 +64,17 @@ def tidy() -> None:
         forget_recorded(session, before=utc_now() - timedelta(seconds=settings.sampled_sequence_ttl_s))
         forget_losses(session, gone_before=utc_now() - timedelta(seconds=settings.session_retention_s))
         expired = session.execute(delete(Checkpoint).where(Checkpoint.expires_at < utc_now())).rowcount  # type: ignore[attr-defined]
-        silent = _mark_silent(session, timedelta(seconds=settings.session_silence_s))
+        silent = _mark_silent(session, settings.session_silence_s, up_s=up_s)
+        ended = endings.end_silent(session, silent_before=utc_now() - timedelta(seconds=settings.session_retention_s))
         dead = remove_dead_workers(session, silent_for_s=_DEAD_WORKER_S)
     with database.read() as session:
         forgotten = _tidy_redis(session, dead)
     store = get_blob_store()
     for key in blobs:
         store.delete(key)
+    closed = _close_runs(database, store, settings)
     counts = {"gaps": len(gaps), "expired": expired, "silent_sessions": silent, "dead_workers": len(dead)}
-    counts["forgotten_samples"] = forgotten
+    counts |= {"forgotten_samples": forgotten, "ended_sessions": ended, "closed_runs": closed}
     if any(counts.values()):
         logger.info("tidied", **counts)
     _upload_orphans(database, store, settings)
@@ -89,12 +95,28 @@ def _upload_orphans(database: Database, store: BlobStore, settings: Settings) ->
             logger.error("snapshots_lost", snapshot_ids=lost)
 
 
-def _mark_silent(session: Session, silence: timedelta) -> int:
-    """Note which sessions have fallen silent; a heartbeat or a request revives them."""
+def _redis(settings: Settings) -> Redis:
+    return Redis.from_url(settings.redis_url, socket_connect_timeout=1.0, socket_timeout=5.0)
+
+
+def _up_for_s(settings: Settings) -> float:
+    """How long the service has been seen up; without Redis nobody knows."""
+    try:
+        with _redis(settings) as client:
+            return watch.up_for_s(client)
+    except (RedisError, OSError) as error:
+        logger.warning("service_not_seen", error=type(error).__name__)
+        return 0.0
+
+
+def _mark_silent(session: Session, silence_s: float, *, up_s: float) -> int:
+    """Note which sessions have fallen silent while the service was up; a heartbeat or a request revives them."""
+    if up_s < silence_s:
+        return 0
     query = (
         select(ClientSession.id)
         .where(ClientSession.finished_at.is_(None), ClientSession.silent_since.is_(None))
-        .where(ClientSession.last_seen_at < utc_now() - silence)
+        .where(ClientSession.last_seen_at < utc_now() - timedelta(seconds=silence_s))
     )
     silent = list(session.scalars(query))
     if silent:
@@ -102,11 +124,30 @@ def _mark_silent(session: Session, silence: timedelta) -> int:
     return len(silent)
 
 
+def _close_runs(database: Database, store: BlobStore, settings: Settings) -> int:
+    """Leave of the runs of sessions that have ended what is to be kept; returns how many are closed now."""
+    how = endings.Closing(
+        patience=timedelta(seconds=settings.gap_timeout_s),
+        ttl_s=settings.auto_last_ttl_s,
+        quota_bytes=settings.tenant_storage_bytes,
+    )
+    with database.read() as session:
+        model_ids = endings.runs_to_close(session)
+    closed = 0
+    for model_id in model_ids:
+        with database.write() as session:
+            dead = endings.close_run(session, model_id, how)
+        for key in dead or ():
+            store.delete(key)
+        closed += dead is not None
+    return closed
+
+
 def _tidy_redis(session: Session, dead_workers: Sequence[str]) -> int:
     """Drop the samples of sessions that have ended, and the doorbells that dead workers never heard; returns how many
     samples. Without Redis there are neither."""
     try:
-        with Redis.from_url(get_settings().redis_url, socket_connect_timeout=1.0, socket_timeout=5.0) as client:
+        with _redis(get_settings()) as client:
             if dead_workers:
                 client.delete(*map(wake_queue, dead_workers))
             pools = session.scalars(select(Model.pool)).all()

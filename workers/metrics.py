@@ -48,9 +48,17 @@ RESIDENT = _gauge("resident_runs", "Runs that are")
 LEASES = _counter("leases", "Leases that were taken, released, lost, or given back after a crash", "change")
 RECOVERIES = _histogram("recovery_seconds", "Time to bring a run back into a slot", _SECONDS)
 REPLAYED = _counter("replayed_operations", "Operations that were repeated to bring runs back")
+REPLAYED_SECONDS = _counter("replayed_seconds", "Time for which operations were repeated")
+FAILED_RECOVERIES = _counter(
+    "failed_recoveries", "Runs that could not be brought back, for a passing reason or not", "why"
+)
 SNAPSHOTS = _counter("snapshots", "Snapshots for recovery", "outcome")
 SNAPSHOT_SECONDS = _histogram("snapshot_seconds", "Time to write one", _SECONDS)
 SNAPSHOT_LAG = _gauge("snapshot_lag_operations", "Most operations that a run would repeat if this worker died now")
+SNAPSHOT_LAG_BYTES = _gauge("snapshot_lag_bytes", "Most bytes of bodies of such operations")
+SNAPSHOT_LAG_SECONDS = _gauge(
+    "snapshot_lag_seconds", "Time of computing that all runs together would repeat if this worker died now"
+)
 
 # -- samples
 SEQUENCES = _gauge("sequences", "Sequences that a sampler has to do: in its engine, and before it", "where")

@@ -129,6 +129,9 @@ class Presence:
         if train := self._worker.train:
             metrics.SLOTS.set(self._settings.train_slots)
             metrics.RESIDENT.set(train.progress.resident_runs)
-            metrics.SNAPSHOT_LAG.set(train.snapshot_lag())
+            lag = train.snapshot_lag()
+            metrics.SNAPSHOT_LAG.set(lag.operations)
+            metrics.SNAPSHOT_LAG_BYTES.set(lag.body_bytes)
+            metrics.SNAPSHOT_LAG_SECONDS.set(lag.seconds)
         with self._database.write() as session:
             fleet.worker_seen(session, self._worker.worker_id, detail={"metrics": pack(metrics.REGISTRY)})

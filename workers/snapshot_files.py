@@ -16,6 +16,7 @@ import orjson
 
 from app.checkpoints.files import MANIFEST
 from app.checkpoints.service import snapshot_folder
+from app.runs.log import NewerRelease
 from app.storage.blobs import BlobExists, BlobMissing, BlobStore
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -29,6 +30,10 @@ Manifest = dict[str, dict[str, Any]]
 
 class BadSnapshot(ValueError):
     """A snapshot's files are missing, damaged, of another model or of a newer release."""
+
+
+class NewerSnapshot(BadSnapshot, NewerRelease):
+    """A newer release has written it, in a form that this one cannot read."""
 
 
 def size_of(data: Content) -> int:

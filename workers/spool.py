@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 import time
@@ -9,6 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from app.errors import StorageUnavailable
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LEFTOVER_S = 86400.0
 
 
@@ -21,10 +27,11 @@ class Spool:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """An empty folder."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self._root) as name:
-            yield Path(name)
+        """An empty folder. Raises StorageUnavailable if the disk is full when it is made or while it is filled."""
+        with told_when_full():
+            self._root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self._root) as name:
+                yield Path(name)
 
     def _remove_leftovers(self) -> None:
         """Remove what processes that were killed have left."""
@@ -33,3 +40,18 @@ class Spool:
                 with suppress(OSError):
                     if path.stat().st_mtime < time.time() - _LEFTOVER_S:
                         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def told_when_full() -> Iterator[None]:
+    """A full disk of this worker as what clients can be told: StorageUnavailable."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise StorageUnavailable("the worker's disk is full") from error
+    except SafetensorError as error:
+        if not any(f"os error {number}" in str(error) for number in _FULL):
+            raise
+        raise StorageUnavailable("the worker's disk is full") from error

@@ -19,8 +19,8 @@ from sqlalchemy.sql.schema import Column
 
 from app.db import Base, UtcDateTime
 
-LEFT_OUT = frozenset({"workers"})
-"""Processes register themselves anew."""
+LEFT_OUT = frozenset({"workers", "reservations"})
+"""Processes register themselves anew, and saves that are under way are done again."""
 _ROWS_AT_ONCE = 500
 Row = dict[str, Any]
 

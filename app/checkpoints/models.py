@@ -43,6 +43,19 @@ class Upload(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now, index=True)
 
 
+class Reservation(Base):
+    """Room in its owner's quota for a save that is under way, by the operation that saves: what it will add to the sum.
+    It goes with the commit that names the checkpoint, and where that never comes, after a while."""
+
+    __tablename__ = "reservations"
+
+    model_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    seq_id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    owner_id: Mapped[str] = mapped_column(ForeignKey("owners.id"), index=True)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)
+
+
 class Checkpoint(Base):
     """A name: `tinker://<model_id>/<kind>/<name>`, kind `weights`, `sampler_weights` or `external_weights`. Every
     owner can read a `public` one; only its own can change it."""

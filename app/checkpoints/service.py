@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sqlalchemy import ColumnElement, or_, select
+from sqlalchemy import ColumnElement, or_, select, true
 from sqlalchemy.orm import Session
 
 from app.checkpoints.models import Checkpoint, Snapshot
@@ -56,6 +56,17 @@ def is_readable(owner_id: str) -> ColumnElement[bool]:
 def resolve(session: Session, owner_id: str, path: str, *, field: str, kinds: Collection[str] = LOADABLE) -> Resolved:
     """The checkpoint at `path`, the owner's or a published one. Raises InvalidRequest for a malformed path or one of
     another kind, NotFound otherwise."""
+    return _resolve(session, path, field, kinds, is_readable(owner_id))
+
+
+def resolve_for_operator(session: Session, path: str, *, field: str) -> Resolved:
+    """The checkpoint at `path`, whoever's it is; not for requests. Raises InvalidRequest or NotFound."""
+    return _resolve(session, path, field, KINDS, true())
+
+
+def _resolve(
+    session: Session, path: str, field: str, kinds: Collection[str], is_allowed: ColumnElement[bool]
+) -> Resolved:
     match = _PATH.fullmatch(path)
     if match is None:
         raise InvalidRequest(f"{field}: {path!r} is not of the form tinker://<run>/{'|'.join(sorted(kinds))}/<name>")
@@ -70,7 +81,7 @@ def resolve(session: Session, owner_id: str, path: str, *, field: str, kinds: Co
             Checkpoint.model_id == match["model_id"],
             Checkpoint.kind == match["kind"],
             Checkpoint.name == match["name"],
-            is_readable(owner_id),
+            is_allowed,
             is_live(),
         )
     ).one_or_none()

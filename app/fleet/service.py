@@ -138,6 +138,33 @@ def worker_seen(session: Session, worker_id: str, **values: object) -> bool | No
     return session.scalar(query.returning(Worker.draining))
 
 
+STOPPING = "stopping"
+"""The phase of a worker that gives everything back and leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a train worker has to do, by its row."""
+
+    worker_id: str
+    queued_tokens: int
+    resident_runs: int
+    slots: int
+
+
+def trainers_with_room(session: Session, pool: str, *, besides: str, seen_within_s: float) -> list[Load]:
+    """The other train workers of a pool that take runs and have a free slot, as far as they were seen lately."""
+    query = select(Worker.id, Worker.queued_tokens, Worker.resident_runs, Worker.slots, Worker.roles).where(
+        Worker.pool == pool,
+        Worker.id != besides,
+        Worker.draining.is_(False),
+        Worker.phase != STOPPING,
+        Worker.resident_runs < Worker.slots,
+        Worker.last_seen > database_clock() - seen_within_s,
+    )
+    return [Load(*row[:4]) for row in session.execute(query) if "train" in row.roles]
+
+
 def set_draining(session: Session, name: str, draining: bool) -> list[str]:
     """Ask workers to be empty, or to take work again: the one of that id, or all whose id begins with `name` or whose
     host it is. Returns their ids; they hear of it within a third of a lease."""

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import cast
 
 import orjson
-from sqlalchemy import Table, bindparam, case, exists, func, insert, literal_column, select, update
+from sqlalchemy import Table, and_, bindparam, case, exists, func, insert, literal_column, select, update
 from sqlalchemy.orm import Session, aliased
 
 from app.db import utc_now
@@ -171,9 +171,14 @@ _READY = (
 
 _next = aliased(Operation)
 _PENDING = select(Run.id).where(
-    Run.id.in_(select(Operation.model_id).where(_IS_ACCEPTED, Operation.format <= LOG_FORMAT)),
+    Run.id.in_(select(Operation.model_id).where(_IS_ACCEPTED, Operation.format <= bindparam("newest"))),
     Run.pool == bindparam("pool"),
-    exists().where(_next.model_id == Run.id, _next.seq_id == Run.applied_seq + 1),
+    exists().where(_next.model_id == Run.id, _next.seq_id == Run.applied_seq + 1, _next.format <= bindparam("newest")),
+)
+_NEWER = (
+    select(Run.id)
+    .join(Operation, and_(Operation.model_id == Run.id, Operation.seq_id == Run.applied_seq + 1))
+    .where(Run.id.in_(bindparam("model_ids", expanding=True)), Operation.format > bindparam("newest"))
 )
 _CONTIGUOUS = (
     select(*_READY)
@@ -182,7 +187,7 @@ _CONTIGUOUS = (
         Operation.model_id.in_(bindparam("model_ids", expanding=True)),
         Operation.seq_id > Run.applied_seq,
         Operation.seq_id <= Run.applied_seq + bindparam("limit"),
-        Operation.format <= LOG_FORMAT,
+        Operation.format <= bindparam("newest"),
     )
     .order_by(Operation.model_id, Operation.seq_id)
 )
@@ -193,8 +198,14 @@ _BODIES = select(Operation.model_id, Operation.seq_id, Operation.body, Operation
 
 
 def pending_runs(session: Session, pool: str) -> set[str]:
-    """Ids of the pool's runs that have work: accepted operations, and none missing before them."""
-    return set(session.scalars(_PENDING, {"pool": pool}))
+    """Ids of the pool's runs that have work: accepted operations, and none missing before them. One whose next
+    operation a newer release wrote has none for us."""
+    return set(session.scalars(_PENDING, {"pool": pool, "newest": LOG_FORMAT}))
+
+
+def runs_of_newer_releases(session: Session, model_ids: Iterable[str]) -> set[str]:
+    """Those of the runs whose next operation only a newer release can read."""
+    return set(session.scalars(_NEWER, {"model_ids": list(model_ids), "newest": LOG_FORMAT}))
 
 
 def ready_operations(session: Session, positions: dict[str, int], *, limit: int = 256) -> dict[str, list[Ready]]:
@@ -203,21 +214,29 @@ def ready_operations(session: Session, positions: dict[str, int], *, limit: int 
     `positions`: run id → last applied seq. Failed-on-arrival operations are included: they have to be consumed.
     """
     prefixes: dict[str, list[Ready]] = {model_id: [] for model_id in positions}
-    for row in session.execute(_CONTIGUOUS, {"model_ids": list(positions), "limit": limit}):
+    values = {"model_ids": list(positions), "limit": limit, "newest": LOG_FORMAT}
+    for row in session.execute(_CONTIGUOUS, values):
         prefix = prefixes[row.model_id]
         if row.seq_id == positions[row.model_id] + 1 + len(prefix):
             prefix.append(Ready(*row))
     return {model_id: prefix for model_id, prefix in prefixes.items() if prefix}
 
 
+class NewerRelease(Exception):
+    """Only a newer release than this one can read it: it is left to its workers."""
+
+
 def applied_operations(session: Session, model_id: str, after: int, upto: int) -> list[Ready]:
-    """The operations in (after, upto], to be replayed for their effect on the state."""
+    """The operations in (after, upto], to be replayed for their effect on the state. Raises NewerRelease."""
     query = (
-        select(*_READY)
+        select(*_READY, Operation.format)
         .where(Operation.model_id == model_id, Operation.seq_id > after, Operation.seq_id <= upto)
         .order_by(Operation.seq_id)
     )
-    return [Ready(*row) for row in session.execute(query)]
+    rows = session.execute(query).all()
+    if any(row.format > LOG_FORMAT for row in rows):
+        raise NewerRelease(f"operations of {model_id} were written by a newer release")
+    return [Ready(*row[:-1]) for row in rows]
 
 
 def load_bodies(session: Session, blobs: BlobStore, operations: Iterable[Ready]) -> dict[tuple[str, int], bytes]:

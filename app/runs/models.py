@@ -17,13 +17,20 @@ LOG_FORMAT = 1
 class Run(Base):
     """One adapter in training (the SDK's model). Operations up to `applied_seq` have taken effect; operation 0 creates
     the run, so a fresh one stands at -1. `epoch` fences every commit of the worker that holds the lease. One that is
-    `copied_from` a checkpoint only holds the copy, and is never trained."""
+    `copied_from` a checkpoint (or from where an adapter was imported) only holds the copy, and is never trained.
+    `closed_at`: when nothing of it was left but its checkpoints (`app.sessions.endings`)."""
 
     __tablename__ = "runs"
     __table_args__ = (
         Index("ux_runs_session_seq", "session_id", "model_seq_id", unique=True),
         Index("ix_runs_worker", "worker_id"),
         Index("ix_runs_owner_created", "owner_id", "created_at"),
+        Index(
+            "ix_runs_open",
+            "session_id",
+            sqlite_where=text("closed_at IS NULL"),
+            postgresql_where=text("closed_at IS NULL"),
+        ),
     )
 
     id: Mapped[str] = mapped_column(String(120), primary_key=True)
@@ -53,6 +60,7 @@ class Run(Base):
     recovery_snapshot_id: Mapped[str | None] = mapped_column(String(64))
     sampler_snapshot_id: Mapped[str | None] = mapped_column(String(64))
     copied_from: Mapped[str | None] = mapped_column(String(500))
+    closed_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
 
 
 class Operation(Base):

@@ -38,7 +38,6 @@ def test_every_save_is_read_at_once_and_stored_a_moment_later(sharing: Service, 
     assert len(set(seen)) == 3
     shared = {path.name for path in (tmp_path / "shared" / "snapshots").iterdir()}
     assert len(shared) == 3
-    stored = sharing.data_dir / "blobs" / "snapshots"
-    wait_until(
-        lambda: all((stored / name / "manifest.json").exists() for name in shared), timeout_s=20, what="all is uploaded"
-    )
+    store = sharing.blobs()
+    manifests = {f"snapshots/{name}/manifest.json" for name in shared}
+    wait_until(lambda: manifests <= set(store.list("snapshots")), timeout_s=20, what="all is uploaded")

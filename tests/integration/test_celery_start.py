@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from celery import Celery
+from sqlalchemy import select
 
+from app.checkpoints.models import Checkpoint
 from app.db import Database, utc_now
-from app.sessions.models import ClientSession
-from tests.factories import add_owner, add_session
+from tests.factories import add_checkpoint, new_run
 from tests.services import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -72,26 +73,27 @@ def janitor(environment: dict[str, str], folder: Path, *arguments: str) -> Itera
 
 
 @pytest.fixture
-def silent_session(sqlite_url: str) -> Iterator[Callable[[], bool]]:
-    """A session of a client that has fallen silent; returns whether somebody has noticed."""
+def tidied(sqlite_url: str) -> Iterator[Callable[[], bool]]:
+    """There is a checkpoint that has expired; returns whether somebody has tidied it away."""
     database = Database(sqlite_url)
+    run = new_run(database)
     with database.write() as session:
-        row = add_session(session, add_owner(session).id, last_seen_at=utc_now() - timedelta(hours=1))
+        add_checkpoint(session, run, expires_at=utc_now() - timedelta(hours=1))
 
-    def noticed() -> bool:
+    def gone() -> bool:
         with database.read() as session:
-            return session.get_one(ClientSession, row.id).silent_since is not None
+            return session.scalar(select(Checkpoint.id)) is None
 
-    yield noticed
+    yield gone
     database.dispose()
 
 
 def test_a_janitor_tidies_and_loads_no_torch(
-    environment: dict[str, str], silent_session: Callable[[], bool], redis_url: str, tmp_path: Path
+    environment: dict[str, str], tidied: Callable[[], bool], redis_url: str, tmp_path: Path
 ) -> None:
     with janitor(environment, tmp_path) as process:
         Celery(broker=redis_url, set_as_current=False).send_task("tinworks.tidy", queue="janitor")
-        wait_for(silent_session)
+        wait_for(tidied)
         mapped = Path(f"/proc/{process.pid}/maps").read_text()
         assert "psycopg" in mapped or "sqlite3" in mapped  # we look at the right process
         assert "torch" not in mapped
@@ -99,10 +101,10 @@ def test_a_janitor_tidies_and_loads_no_torch(
 
 @pytest.mark.slow  # its first beat comes after 30 s
 def test_beat_schedules_and_executes_in_one_process(
-    environment: dict[str, str], silent_session: Callable[[], bool], tmp_path: Path
+    environment: dict[str, str], tidied: Callable[[], bool], tmp_path: Path
 ) -> None:
     with janitor(environment, tmp_path, "-B"):
-        wait_for(silent_session, timeout_s=60, every_s=0.1)
+        wait_for(tidied, timeout_s=60, every_s=0.1)
     assert not list(ROOT.glob("celerybeat-schedule*"))
 
 

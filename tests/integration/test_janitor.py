@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,8 +17,10 @@ from sqlalchemy import select, update
 from app.checkpoints.models import Checkpoint, Snapshot
 from app.custom_losses.models import CustomLoss
 from app.db import Database, database_clock, get_database, utc_now
+from app.errors import Gone
 from app.fleet.models import Worker
 from app.fleet.queues import wake_queue
+from app.futures.waiters import DONE_CHANNEL
 from app.runs import log
 from app.runs.log import FAILED, Finished, Payload
 from app.runs.models import Operation, Run
@@ -28,6 +32,7 @@ from app.storage.blobs import get_blob_store
 from app.up.network import free_port
 from tests.factories import POOL, add_checkpoint, add_model, add_operation, add_worker, new_run
 from workers.janitor import tidy
+from workers.watch import UP_SINCE_KEY
 
 
 @pytest.fixture
@@ -53,19 +58,65 @@ def test_expired_checkpoints_go_and_their_snapshots_stay(database: Database, run
         assert len(session.scalars(select(Snapshot.id)).all()) == 3
 
 
-def test_silent_sessions_are_noted_and_a_heartbeat_revives_them(database: Database, run: Run) -> None:
-    def silent() -> bool:
-        with database.read() as session:
-            return session.get_one(ClientSession, run.session_id).silent_since is not None
+@contextmanager
+def web_that_listens(redis_url: str) -> Iterator[redis.Redis]:
+    """A web process, as far as the janitor sees one."""
+    with redis.Redis.from_url(redis_url) as client, client.pubsub() as subscription:
+        subscription.subscribe(DONE_CHANNEL)
+        subscription.get_message(timeout=5)
+        yield client
 
-    tidy()
-    assert not silent()
+
+def fall_silent(database: Database) -> None:
     with database.write() as session:
         session.execute(update(ClientSession).values(last_seen_at=utc_now() - timedelta(minutes=6)))
+
+
+def is_silent(database: Database, run: Run) -> bool:
+    with database.read() as session:
+        return session.get_one(ClientSession, run.session_id).silent_since is not None
+
+
+def test_silent_sessions_are_noted_and_a_heartbeat_revives_them(database: Database, run: Run, redis_url: str) -> None:
+    with web_that_listens(redis_url) as client:
+        client.set(UP_SINCE_KEY, time.time() - 301)
+        tidy()
+        assert not is_silent(database, run)
+        fall_silent(database)
+        tidy()
+        assert is_silent(database, run)
+        heartbeat(database, run.owner_id, run.session_id)
+        assert not is_silent(database, run)
+
+
+def test_an_outage_of_ours_is_nobodys_silence(database: Database, run: Run, redis_url: str) -> None:
+    fall_silent(database)
+    tidy()  # no web process
+    with web_that_listens(redis_url) as client:
+        tidy()
+        client.set(UP_SINCE_KEY, time.time() - 299)
+        tidy()
+        assert not is_silent(database, run)
+        assert 0 < client.ttl(UP_SINCE_KEY) < 300  # type: ignore[operator]
+        client.set(UP_SINCE_KEY, time.time() - 301)
+    tidy()  # web has gone, so what was before does not count any more
+    with web_that_listens(redis_url):
+        tidy()
+    assert not is_silent(database, run)
+
+
+def test_sessions_that_stay_silent_end(database: Database, run: Run) -> None:
+    young = new_run(database)
+    with database.write() as session:
+        for each, days in ((run, 8), (young, 6)):
+            session.get_one(ClientSession, each.session_id).silent_since = utc_now() - timedelta(days=days)
     tidy()
-    assert silent()
-    heartbeat(database, run.owner_id, run.session_id)
-    assert not silent()
+    with database.read() as session:
+        found = {row.id: row.finish_reason for row in session.scalars(select(ClientSession))}
+    assert found == {run.session_id: "interrupted", young.session_id: None}
+    with pytest.raises(Gone):
+        heartbeat(database, run.owner_id, run.session_id)
+    heartbeat(database, young.owner_id, young.session_id)
 
 
 def test_workers_that_died_long_ago_go_with_their_doorbells(database: Database, redis_url: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 from sqlalchemy import select, text, update
@@ -195,7 +194,7 @@ def test_runs_of_clients_that_are_gone_are_abandoned(database: Database) -> None
     with database.write() as session:
         session.get_one(ClientSession, runs["finished"].session_id).finished_at = utc_now()
         for name in ("silent", "elsewhere"):
-            session.get_one(ClientSession, runs[name].session_id).last_seen_at = utc_now() - timedelta(minutes=6)
+            session.get_one(ClientSession, runs[name].session_id).silent_since = utc_now()
     with database.read() as session:
-        found = lease.abandoned_runs(session, worker_id="w1", silence_s=300)
+        found = lease.abandoned_runs(session, worker_id="w1")
     assert found == {runs["finished"].id, runs["silent"].id}

@@ -24,7 +24,7 @@ def move(lab: Lab, client: Client, old: TrainLoop, new: TrainLoop) -> None:
     """The run leaves one worker, its state in a snapshot alone, and comes to the other."""
     old._residents.evict(slot_of(old, client))
     lab.restore(new, client)
-    assert slot_of(new, client).log_operations == 0
+    assert slot_of(new, client).lag.operations == 0
 
 
 def test_a_pipelined_script_gives_what_torch_gives(lab: Lab, four: ShardedEngine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import select, update
@@ -17,7 +17,16 @@ from app.runs.log import ACCEPTED, DONE
 from app.runs.models import Operation, Run
 from app.sessions.models import ClientSession
 from tests.services import wait_for
-from tests.unit.workers.train.train_lab import Client, Lab, State, assert_close, residents, slot_of, state_of
+from tests.unit.workers.train.train_lab import (
+    Client,
+    Lab,
+    State,
+    assert_close,
+    random_data,
+    residents,
+    slot_of,
+    state_of,
+)
 from workers.train import recovery
 from workers.train.loop import TrainLoop
 
@@ -310,6 +319,54 @@ def test_a_snapshot_is_due_after_bytes_too(lab: Lab) -> None:
     assert client.row.recovery_snapshot_id is not None
 
 
+def test_a_snapshot_is_due_after_seconds_of_computing_too(lab: Lab) -> None:
+    loop, client = lab.worker(snapshot_seconds=1e-9, snapshot_cost_factor=0, **NEVER), lab.client()
+    perform(lab, loop, client, [*steps(1), forward_backward(5)])
+    snapshot_id = client.row.recovery_snapshot_id
+    assert snapshot_id is not None
+    with lab.database.read() as session:
+        assert session.get_one(Snapshot, snapshot_id).seq_id == client.next_seq - 1
+
+
+def test_seconds_of_a_pass_are_shared_by_the_runs_in_it(lab: Lab) -> None:
+    loop, small, large = lab.worker(**NEVER), lab.client(rank=1), lab.client(rank=2)
+    lab.work(loop)
+    before = [slot_of(loop, client).lag.seconds for client in (small, large)]
+    small.send(random_data(1, [5]))
+    large.send(random_data(2, [20, 20]))
+    lab.work(loop)
+    took = [slot_of(loop, client).lag.seconds - earlier for client, earlier in zip((small, large), before, strict=True)]
+    assert took[1] / took[0] == pytest.approx(41 / 6)
+    assert loop.snapshot_lag().seconds == pytest.approx(sum(before) + sum(took))
+
+
+def test_a_run_that_costs_much_to_save_is_saved_less_often(lab: Lab) -> None:
+    loop, cheap, dear = lab.worker(snapshot_seconds=1e-9, **NEVER), lab.client(rank=1), lab.client(rank=2)
+    lab.work(loop)
+    lab.write_snapshots(loop)
+    before = [client.row.recovery_snapshot_id for client in (cheap, dear)]
+    assert slot_of(loop, cheap).snapshot_cost_s > 0
+    slot_of(loop, dear).snapshot_cost_s, slot_of(loop, cheap).snapshot_cost_s = 3600.0, 0.0
+    for client in (cheap, dear):
+        perform(lab, loop, client, steps(1))
+    after = [client.row.recovery_snapshot_id for client in (cheap, dear)]
+    assert after[0] != before[0] and after[1] == before[1]
+
+
+def test_what_a_failed_snapshot_should_have_covered_is_still_to_be_repeated(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, client = lab.worker(snapshot_operations=3), lab.client()
+    with monkeypatch.context() as patch:
+        patch.setattr(recovery.snapshots, "write", Mock(side_effect=OSError("no space left on device")))
+        perform(lab, loop, client, steps(1))
+    assert slot_of(loop, client).lag.operations == 0
+    assert loop.snapshot_lag().operations == 3
+    perform(lab, loop, client, steps(2, 5))
+    assert client.row.recovery_snapshot_id is not None
+    assert loop.snapshot_lag().operations == slot_of(loop, client).lag.operations < 3
+
+
 # -- slots
 
 
@@ -390,7 +447,7 @@ def test_a_run_that_was_given_back_is_another_workers_at_once(lab: Lab) -> None:
 
 
 def test_runs_of_clients_that_are_gone_leave_their_slots(lab: Lab) -> None:
-    loop = lab.worker(session_silence_s=300)
+    loop = lab.worker()
     live, finished, silent, busy = (lab.client(rank=rank) for rank in (1, 2, 3, 4))
     lab.work(loop)
     for client in (live, finished, silent):
@@ -400,7 +457,7 @@ def test_runs_of_clients_that_are_gone_leave_their_slots(lab: Lab) -> None:
     with lab.database.write() as session:
         session.get_one(ClientSession, finished.row.session_id).finished_at = utc_now()
         for client in (silent, busy):
-            session.get_one(ClientSession, client.row.session_id).last_seen_at = utc_now() - timedelta(seconds=301)
+            session.get_one(ClientSession, client.row.session_id).silent_since = utc_now()
     loop._residents.evict_abandoned()
     assert residents(loop) == {live.model_id, busy.model_id}
     assert finished.row.worker_id is None and silent.row.worker_id is None
@@ -422,7 +479,6 @@ def test_an_unloaded_run_leaves_its_slot_when_it_has_done_what_it_took(lab: Lab)
     assert residents(loop) == {kept.model_id, unloaded.model_id}
     lab.work(loop)
     assert unloaded.operation(step).state == DONE
-    loop._residents._next_abandoned = 0.0
     loop._residents.evict_abandoned()
     assert residents(loop) == {kept.model_id}
     assert unloaded.row.worker_id is None

@@ -11,7 +11,7 @@ from sqlalchemy import update
 
 from app.errors import StorageUnavailable
 from app.main import create_app
-from app.runs.log import ACCEPTED, DONE
+from app.runs.log import ACCEPTED, DONE, FAILED
 from app.runs.models import Operation
 from app.storage.blobs import BlobStore
 from tests.integration.conftest import Api, running
@@ -24,13 +24,14 @@ class AwayStore:
     """A blob store that cannot be reached, for whatever is done below some folders while `away` is set."""
 
     def __init__(self, store: BlobStore, *folders: str) -> None:
-        self._store, self._folders, self.away = store, folders, True
+        self._store, self._folders, self.away, self.refused = store, folders, True, 0
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self._store, name)
 
         def call(key: str, *args: Any, **options: Any) -> Any:
             if self.away and key.startswith(self._folders):
+                self.refused += 1
                 raise StorageUnavailable("it cannot be reached")
             return real(key, *args, **options)
 
@@ -55,37 +56,70 @@ def test_a_save_fails_with_the_reason_and_the_next_one_succeeds(lab: Lab) -> Non
     assert_close(state_of(loop, client), client.alone)
 
 
-def test_a_result_that_cannot_be_stored_fails_with_the_reason(lab: Lab) -> None:
-    loop, client = lab.worker(inline_bytes=1024), lab.client()
-    lab.work(loop)
-    loop._blobs = AwayStore(lab.blobs, "results")
-    client.train(1)
+def test_a_result_that_cannot_be_stored_fails_its_operation_alone_with_the_reason(each_lab: Lab) -> None:
+    """What its run did before it in the same pass stays, what came after is done without it, others notice nothing."""
+    loop, client, other = each_lab.worker(inline_bytes=1024), each_lab.client(rank=2), each_lab.client(rank=3)
+    each_lab.work(loop)
+    loop._blobs = store = AwayStore(each_lab.blobs, "results")  # type: ignore[assignment]
+    before = client.forward_backward(1)
     bad = client.send(random_data(2, [60] * 8))
-    _, step = client.train(3)
-    lab.work(loop)
-    category, error = client.error(bad)
-    assert category == "server"
-    assert error.startswith("forward_backward: the blob store cannot be used: it cannot be reached")
+    after, step = client.train(3)
+    _, other_step = other.train(4)
+    assert loop.cycle()
+    assert [client.operation(seq).state for seq in (before, bad, after)] == [DONE, FAILED, ACCEPTED]
+    assert other.operation(other_step).state == DONE
+    each_lab.work(loop)
+    assert store.refused == 1
+    assert client.error(bad) == (
+        "server",
+        "forward_backward: the blob store cannot be used: it cannot be reached; try again later",
+    )
+    assert client.operation(after).state == DONE
     assert client.metrics(step)["failed_operations"] == 1
-    assert_close(state_of(loop, client), client.alone)
-
-
-def test_bodies_that_cannot_be_read_wait_and_hurt_no_run(lab: Lab) -> None:
-    lab.settings.inline_bytes = 64
-    loop, client = lab.worker(), lab.client()
-    lab.work(loop)
-    store = AwayStore(lab.blobs, "bodies")
-    loop._blobs = store
-    forward, step = client.train(1)
-    slot = loop._slots[client.model_id]
-    for _ in range(5):
-        assert not loop.cycle()
-    assert client.operation(forward).state == ACCEPTED
-    assert loop._slots[client.model_id] is slot and client.row.crash_count == 0
+    for one in (client, other):
+        assert_close(state_of(loop, one), one.alone)
+        assert (one.row.crash_count, one.row.applied_seq) == (0, one.next_seq - 1)
     store.away = False
+    good = client.send(random_data(2, [60] * 8))
+    each_lab.work(loop)
+    assert client.operation(good).result_blob is not None
+
+
+def test_a_result_that_was_not_stored_has_no_effect_on_the_next_worker_either(lab: Lab) -> None:
+    loop, client = lab.worker(inline_bytes=1024), lab.client()
+    client.train(1)
     lab.work(loop)
-    assert client.operation(step).state == DONE
-    assert_close(state_of(loop, client), client.alone)
+    loop._blobs = AwayStore(lab.blobs, "results")  # type: ignore[assignment]
+    client.send(random_data(2, [60] * 8))
+    client.forward_backward(3)
+    lab.work(loop)
+    live = state_of(loop, client)
+    lab.kill(loop)
+    second = lab.worker()
+    lab.restore(second, client)
+    assert state_of(second, client).same_bits(live)
+
+
+def test_bodies_that_cannot_be_read_wait_and_keep_nobody_else_waiting(lab: Lab) -> None:
+    lab.settings.inline_bytes = 512
+    loop, client, other = lab.worker(), lab.client(rank=2), lab.client(rank=3)
+    lab.work(loop)
+    loop._blobs = store = AwayStore(lab.blobs, "bodies")  # type: ignore[assignment]
+    small = client.optim_step(note=False)
+    large = client.send(random_data(1, [60] * 3))
+    step = client.optim_step(note=False)
+    other.train(2)
+    slot = loop._slots[client.model_id]
+    assert not loop.cycle()
+    lab.work(loop)
+    assert store.refused == 1
+    states = [client.operation(number).state for number in (small, large, step)]
+    assert states == [DONE, ACCEPTED, ACCEPTED]
+    assert_close(state_of(loop, other), other.alone)
+    assert loop._slots[client.model_id] is slot and client.row.crash_count == other.row.crash_count == 0
+    store.away, loop._bodies_again = False, 0.0
+    lab.work(loop)
+    assert [client.operation(number).state for number in (large, step)] == [DONE, DONE]
 
 
 def test_a_load_that_cannot_be_read_fails_with_the_reason(lab: Lab) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,13 +13,16 @@ from sqlalchemy import func, select, update
 
 from app.checkpoints import catalogue
 from app.checkpoints.catalogue import Address
-from app.checkpoints.models import Checkpoint, Snapshot
-from app.db import utc_now
-from app.runs.log import DONE
+from app.checkpoints.models import Checkpoint, Reservation, Snapshot
+from app.checkpoints.quota import NewName, reserve
+from app.db import Database, utc_now
+from app.errors import InvalidRequest
+from app.runs.log import DONE, FAILED
 from app.runs.models import Run
-from tests.factories import add_checkpoint
+from tests.factories import add_checkpoint, add_owner, add_run, unique
 from tests.integration.conftest import Api, running
 from tests.unit.workers.train.train_lab import Client, Lab
+from workers.train import snapshots
 
 
 def size_of(lab: Lab, save: Callable[[Client], int]) -> int:
@@ -92,6 +97,99 @@ def test_two_names_of_the_same_weights_count_once_and_sessions_do_not_count(lab:
     beyond = client.save_for_sampler(path="third")
     lab.work(loop)
     assert client.error(beyond)[0] == "user"
+
+
+def test_saves_of_several_workers_at_once_do_not_pass_the_quota_together(each_lab: Lab) -> None:
+    """All are written before any is committed."""
+    lab = each_lab
+    one = size_of(lab, lambda client: client.save("probe"))
+    loops = [lab.worker(tenant_storage_bytes=2 * one + one // 2) for _ in range(4)]
+    clients = [lab.client(rank=2)]
+    clients += [lab.client(rank=2, owner_id=clients[0].owner_id) for _ in loops[1:]]
+    for loop, client in zip(loops, clients, strict=True):
+        lab.restore(loop, client)
+    for loop in loops:
+        lab.work(loop)
+    numbers = [client.save("name") for client in clients]
+    for loop in loops:
+        loop.cycle()
+    for loop in loops:
+        lab.write_files(loop)
+    for loop in loops:
+        lab.work(loop)
+    states = [client.operation(number).state for client, number in zip(clients, numbers, strict=True)]
+    assert sorted(states) == [DONE, DONE, FAILED, FAILED]
+    assert reserved(lab) == {}
+
+
+def reserved(lab: Lab) -> dict[str, int]:
+    """Room that is taken by saves under way, by run."""
+    with lab.database.read() as session:
+        return {row.model_id: row.size_bytes for row in session.scalars(select(Reservation))}
+
+
+def test_threads_that_count_at_once_see_each_other(postgres_url: str) -> None:
+    database = Database(postgres_url)
+    with database.write() as session:
+        owner_id = add_owner(session).id
+        runs = [add_run(session, owner_id).id for _ in range(8)]
+    together = threading.Barrier(len(runs))
+
+    def save(model_id: str) -> bool:
+        together.wait(30)
+        try:
+            with database.write() as session:
+                new = NewName(owner_id, model_id, "weights", "name")
+                reserve(session, new, seq_id=1, snapshot_id=unique("s"), size_bytes=10, limit=35)
+        except InvalidRequest:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(runs)) as threads:
+        assert sum(threads.map(save, runs)) == 3
+    database.dispose()
+
+
+def test_a_worker_that_dies_in_a_save_takes_no_room_from_its_repetition(lab: Lab) -> None:
+    one = size_of(lab, lambda client: client.save("probe"))
+    first, client = lab.worker(tenant_storage_bytes=one + one // 2), lab.client(rank=2)
+    save = client.save("name")
+    lab.restore(first, client)
+    while not reserved(lab):
+        first.cycle()
+        lab.write_files(first)
+    lab.kill(first)
+    lab.work(lab.worker(tenant_storage_bytes=one + one // 2))
+    assert client.operation(save).state == DONE
+    assert reserved(lab) == {}
+
+
+def test_room_that_nobody_came_back_for_is_free_after_an_hour(lab: Lab) -> None:
+    client = lab.client(rank=2)
+    new = NewName(client.owner_id, client.model_id, "weights", "name")
+    with lab.database.write() as session:
+        reserve(session, new, seq_id=1, snapshot_id="a", size_bytes=10, limit=15)
+    with pytest.raises(InvalidRequest, match="your others have 10"), lab.database.write() as session:
+        reserve(session, new, seq_id=2, snapshot_id="b", size_bytes=10, limit=15)
+    with lab.database.write() as session:
+        session.execute(update(Reservation).values(created_at=utc_now() - timedelta(hours=1, seconds=1)))
+        reserve(session, new, seq_id=2, snapshot_id="b", size_bytes=10, limit=15)
+        assert session.scalars(select(Reservation.seq_id)).all() == [2]
+
+
+def test_a_save_that_cannot_be_stored_gives_its_room_back(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, client = lab.worker(tenant_storage_bytes=10**9), lab.client(rank=2)
+
+    def full(*_: object) -> None:
+        assert reserved(lab)
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "write", full)
+        save = client.save("name")
+        lab.work(loop)
+    assert client.error(save)[0] == "server"
+    assert reserved(lab) == {}
 
 
 @pytest.fixture

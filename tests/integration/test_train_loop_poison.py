@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-from typing import Any
-
 import pytest
 
 from app.runs.log import ACCEPTED, DONE
-from app.storage.blobs import BlobStore
 from app.wire.types import LoraConfig
 from tests.unit.workers.train.train_lab import (
     Client,
@@ -216,55 +212,3 @@ def test_a_suspect_that_waits_for_a_missing_request_keeps_no_other_waiting(lab: 
     waiting.forward_backward(1, seq_id=1)
     lab.work(second)
     assert waiting.row.applied_seq == 2
-
-
-class FullStore:
-    """A blob store without room for results, as long as it is told so."""
-
-    def __init__(self, store: BlobStore) -> None:
-        self._store, self.full, self.refused = store, True, 0
-
-    def put(self, key: str, data: bytes) -> None:
-        if self.full and key.startswith("results/"):
-            self.refused += 1
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self._store.put(key, data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
-def test_a_result_that_cannot_be_stored_fails_its_operation_which_adds_nothing(lab: Lab) -> None:
-    loop, big, small = lab.worker(inline_bytes=1024), lab.client(rank=2), lab.client(rank=3)
-    lab.work(loop)
-    store = FullStore(lab.blobs)
-    loop._blobs = store
-    big.train(1)
-    lab.work(loop)
-    bad = big.send(random_data(2, [60] * 8))
-    good, step = big.forward_backward(3), big.optim_step()
-    _, other_step = small.train(1)
-    assert loop.cycle()
-    assert small.operation(other_step).state == DONE
-    lab.work(loop)
-    assert store.refused == 3
-    assert big.error(bad)[0] == "server"
-    assert big.operation(good).state == DONE
-    assert big.metrics(step)["failed_operations"] == 1
-    for client in (big, small):
-        assert_close(state_of(loop, client), client.alone)
-    assert crashes(big) == crashes(small) == 0
-
-
-def test_a_result_that_can_be_stored_the_next_time_is_not_lost(lab: Lab) -> None:
-    loop, client = lab.worker(inline_bytes=16), lab.client(rank=2)
-    lab.work(loop)
-    store = FullStore(lab.blobs)
-    loop._blobs = store
-    forward, step = client.train(1)
-    assert loop.cycle()
-    assert client.operation(forward).state == ACCEPTED
-    store.full = False
-    lab.work(loop)
-    assert [client.operation(seq).state for seq in (forward, step)] == [DONE, DONE]
-    assert_close(state_of(loop, client), client.alone)

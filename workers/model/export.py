@@ -108,7 +108,7 @@ def load_peft(base: BaseModel, files: Mapping[str, bytes], *, seed: int = 0) -> 
     It trains the groups of layers that the files have weights for, each whole. `seed` goes into its configuration: the
     files do not say it. Raises `BadAdapterFile`.
     """
-    config = _read_config(files)
+    config = _plain_config(files)
     state = _read_weights(files, base)
     groups = {base.targets[name.rpartition(".")[0]].group for name in state}
     if not groups:
@@ -130,8 +130,17 @@ def load_peft(base: BaseModel, files: Mapping[str, bytes], *, seed: int = 0) -> 
     return adapter
 
 
-def _read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
+def _plain_config(files: Mapping[str, bytes]) -> dict[str, Any]:
     config = _parse_json(files)
+    read_config(config)
+    for key, plain in PLAIN.items():
+        if config.get(key, plain) not in (plain, None):
+            raise BadAdapterFile(f"{CONFIG_FILE}: {key}={config[key]!r} is not supported")
+    return config
+
+
+def read_config(config: Mapping[str, Any]) -> tuple[int, float]:
+    """Rank and alpha of LoRA. Raises BadAdapterFile if it is none."""
     if config.get("peft_type") != "LORA":
         raise BadAdapterFile(f"{CONFIG_FILE}: peft_type is {config.get('peft_type')!r}, not 'LORA'")
     rank, alpha = config.get("r"), config.get("lora_alpha")
@@ -139,10 +148,7 @@ def _read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
         raise BadAdapterFile(f"{CONFIG_FILE}: r must be a positive integer, got {rank!r}")
     if not isinstance(alpha, (int, float)) or alpha <= 0:
         raise BadAdapterFile(f"{CONFIG_FILE}: lora_alpha must be a positive number, got {alpha!r}")
-    for key, plain in PLAIN.items():
-        if config.get(key, plain) not in (plain, None):
-            raise BadAdapterFile(f"{CONFIG_FILE}: {key}={config[key]!r} is not supported")
-    return config
+    return rank, float(alpha)
 
 
 def _parse_json(files: Mapping[str, bytes]) -> dict[str, Any]:

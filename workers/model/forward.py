@@ -2,7 +2,8 @@
 
 Requests of all runs share micro-batches, whatever their adapters, ranks and losses. Gradients add up in the adapters.
 What one request holds, a NaN or an error, reaches no other: its rows are its own, and a pass in which one request fails
-is undone and done again request by request.
+is undone and done again request by request. One that does not fit into memory by itself is tried in smaller and smaller
+micro-batches, down to one datum at a time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from workers.model.custom_loss import CustomLoss
 from workers.model.logprobs import target_logprobs
 from workers.model.lora import Adapter, routed
 from workers.model.losses import Evaluated, LossInputs, combined_metrics, evaluate, full_config
+from workers.model.memory import does_not_fit, is_out_of_memory, refuse_what_cannot_fit, release
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,13 +81,21 @@ def _run_isolated(
     if not group:
         return {}
     before = SavedGradients(works[i].adapter for i in group if works[i].backward)
+    outcomes: dict[int, Outcome] = {}
     try:
         return _run(base, works, group, micro_batch_tokens)
     except Exception as error:
         before.restore()
-        if len(group) == 1:
+        if short := is_out_of_memory(error):
+            longest = max(len(datum.tokens) for i in group for datum in works[i].data)
+            if len(group) == 1 and micro_batch_tokens <= longest:
+                return {group[0]: does_not_fit(longest, error)}
+        elif len(group) == 1:
             return {group[0]: error}
-    outcomes: dict[int, Outcome] = {}
+    if short:  # only now does nothing hold what the failed pass has allocated
+        release()
+    if len(group) == 1:
+        return _run_isolated(base, works, group, max(longest, micro_batch_tokens // 2))
     for i in group:
         outcomes |= _run_isolated(base, works, [i], micro_batch_tokens)
     return outcomes
@@ -125,12 +135,18 @@ def _run(base: BaseModel, works: Sequence[Work], group: Sequence[int], micro_bat
         batches = pack(lengths, owners, micro_batch_tokens, padded=base.pads)
         count_micro_batches(batches, lengths, padded=base.pads)
         for indices in batches:
+            refuse_what_cannot_fit(base, _size([lengths[i] for i in indices], base), backward=backward)
             batch = assemble([rows[i] for i in indices], base.device, padded=base.pads)
             _run_micro_batch(base, works, batch, results)
     if backward:
         for i in group:
             works[i].adapter.has_grad = True
     return {i: output(works[i], result) for i, result in results.items()}
+
+
+def _size(lengths: Sequence[int], base: BaseModel) -> int:
+    """Tokens of a micro-batch, padding included if there is any."""
+    return len(lengths) * max(lengths) if base.pads else sum(lengths)
 
 
 def _run_micro_batch(base: BaseModel, works: Sequence[Work], batch: MicroBatch, results: dict[int, Result]) -> None:

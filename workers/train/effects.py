@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session
 from app.billing.meter import UsageKind
 from app.errors import InvalidRequest, StorageUnavailable
 from app.runs.log import Failure, Ready
+from workers.model.memory import OutOfMemory, is_out_of_memory
 from workers.train.slots import RunState, Slot
 from workers.train.snapshots import BadSnapshot
 
@@ -28,6 +30,7 @@ class Effect:
     finishes it; `then` is called after it.
 
     `write`: its files on their way to where readers find them; until that is done it is not committed (`held`).
+    `seconds`: its part of the time that computing took.
     """
 
     operation: Ready
@@ -39,6 +42,16 @@ class Effect:
     usage: dict[UsageKind, int] = field(default_factory=dict)
     write: Future[Any] | None = None
     then: list[Callable[[], None]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def share_time(effects: Sequence[Effect], *, since: float) -> Sequence[Effect]:
+    """Note what the operations that were computed together since then (monotonic seconds) took, each by its tokens."""
+    seconds = time.monotonic() - since
+    total = sum(effect.operation.tokens + 1 for effect in effects)
+    for effect in effects:
+        effect.seconds = seconds * (effect.operation.tokens + 1) / total
+    return effects
 
 
 class NoState(Exception):
@@ -61,7 +74,15 @@ def failure_of(operation: Ready, error: Exception) -> Failure:
     if isinstance(error, StorageUnavailable):
         log.warning("operation_not_stored", model_id=operation.model_id, seq_id=operation.seq_id, reason=error.reason)
         return Failure(f"{operation.kind}: {error.detail}", "server")
+    if is_out_of_memory(error):
+        return _does_not_fit(operation, error)
     return _server_failure(operation, error)
+
+
+def _does_not_fit(operation: Ready, error: Exception) -> Failure:
+    log.error("operation_out_of_memory", model_id=operation.model_id, seq_id=operation.seq_id, exc_info=error)
+    detail = error.detail if isinstance(error, OutOfMemory) else "the worker has no memory left for it; try again later"
+    return Failure(f"{operation.kind}: {detail}", "server")
 
 
 def _server_failure(operation: Ready, error: Exception) -> Failure:

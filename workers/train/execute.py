@@ -141,10 +141,10 @@ def consume_failed(operation: Ready, slot: Slot) -> None:
         state.adapter.zero_grad()
 
 
-def give_up(operation: Ready, slot: Slot, reason: str | None = None) -> Effect:
-    """Fail an operation that brought down whoever ran it. `reason`: why, if it was something else than a death."""
+def give_up(operation: Ready, slot: Slot) -> Effect:
+    """Fail an operation that brought down whoever ran it."""
     consume_failed(operation, slot)
-    reason = reason or "every worker that ran this operation died of it, so it was given up"
+    reason = "every worker that ran this operation died of it, so it was given up"
     message = f"{operation.kind}: {reason}"
     effect = Effect(operation, failure=Failure(message, "server"))
     if operation.seq_id == 0:

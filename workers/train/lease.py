@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, cast
 
 from sqlalchemy import ColumnElement, Table, bindparam, case, exists, or_, select, update
 from sqlalchemy.orm import Session
 
-from app.db import database_clock, utc_now
+from app.db import database_clock
 from app.runs.log import UNLOADED_SEQ
 from app.runs.models import Operation, Run
 from app.sessions.models import ClientSession
@@ -111,6 +110,11 @@ def free_runs(session: Session, model_ids: Iterable[str], *, worker_id: str) -> 
     return set(session.scalars(select(Run.id).where(Run.id.in_(list(model_ids)), _is_free(worker_id))))
 
 
+def held_runs(session: Session, model_ids: Iterable[str], *, worker_id: str) -> set[str]:
+    """Those of the runs that are this worker's."""
+    return set(session.scalars(select(Run.id).where(Run.id.in_(list(model_ids)), Run.worker_id == worker_id)))
+
+
 def owners_of(session: Session, model_ids: Iterable[str]) -> dict[str, str]:
     """The owner of each run."""
     query = select(Run.id, Run.owner_id).where(Run.id.in_(list(model_ids)))
@@ -127,8 +131,8 @@ def _is_free(worker_id: str) -> ColumnElement[bool]:
     return or_(Run.worker_id.is_(None), Run.worker_id == worker_id, Run.lease_expires_at < database_clock())
 
 
-def abandoned_runs(session: Session, *, worker_id: str, silence_s: float) -> set[str]:
-    """Runs of this worker that were unloaded, or whose client has finished or was not heard of for `silence_s`."""
+def abandoned_runs(session: Session, *, worker_id: str) -> set[str]:
+    """Runs of this worker that were unloaded, or whose client has finished or was found to be silent."""
     query = (
         select(Run.id)
         .join(ClientSession, ClientSession.id == Run.session_id)
@@ -137,7 +141,7 @@ def abandoned_runs(session: Session, *, worker_id: str, silence_s: float) -> set
             or_(
                 exists().where(Operation.model_id == Run.id, Operation.seq_id == UNLOADED_SEQ),
                 ClientSession.finished_at.is_not(None),
-                ClientSession.last_seen_at < utc_now() - timedelta(seconds=silence_s),
+                ClientSession.silent_since.is_not(None),
             )
         )
     )

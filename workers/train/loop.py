@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 
 import structlog
 from redis import Redis
@@ -24,7 +25,7 @@ from app.db import Database
 from app.errors import StorageUnavailable
 from app.futures.waiters import DONE_CHANNEL
 from app.runs import log
-from app.runs.log import Finished, Payload, Ready, request_id_of
+from app.runs.log import Ready, request_id_of
 from app.settings import Settings
 from app.storage.blobs import BlobMissing, BlobStore
 from app.telemetry import traces
@@ -34,18 +35,22 @@ from workers.snapshot_folders import shared_folders
 from workers.spool import Spool
 from workers.threads import use_threads
 from workers.train import held, lease
-from workers.train.effects import Bodies, Effect
+from workers.train.bounds import Lag
+from workers.train.effects import Bodies, Effect, share_time
 from workers.train.execute import Executor, give_up
 from workers.train.planner import NO_SHARES, Plan, RunQueue, plan
 from workers.train.progress import Progress
 from workers.train.recovery import SnapshotWriter
 from workers.train.residency import Residents
+from workers.train.results import store_results
 from workers.train.saves import Saver
 from workers.train.shared import SharedSnapshots, SnapshotReader
 
 logger = structlog.get_logger(__name__)
 
 _SAVES_END_S = 10.0
+_BODIES_AGAIN_S = 5.0
+"""After the store could not give the bodies of a turn, it is asked for none for so long."""
 _NAMED = 20
 """Requests that a line of the log names at most."""
 
@@ -82,7 +87,8 @@ class TrainLoop:
         self._executor = Executor(engine, self._saver, SnapshotReader(database, blobs, folders))
         self._writer = SnapshotWriter(database, blobs, engine, worker_id=worker_id, spool=spool)
         self._shares = NO_SHARES
-        self._not_stored: dict[str, str] = {}  # why the results of a run could not be stored, until they are
+        self._bodies_again = 0.0
+        self._began = 0.0
         self._bell = threading.Event()
         self._stopping = threading.Event()
         self._draining = threading.Event()
@@ -120,9 +126,15 @@ class TrainLoop:
             (self._draining.set if draining else self._draining.clear)()
             self._bell.set()
 
-    def snapshot_lag(self) -> int:
-        """Most operations that a resident run would repeat elsewhere. From any thread."""
-        return max((slot.log_operations for slot in tuple(self._slots.values())), default=0)
+    def snapshot_lag(self) -> Lag:
+        """What resident runs would repeat elsewhere if this worker died now: most operations and most bytes of one run,
+        seconds of all together. From any thread."""
+        lags = [slot.to_repeat for slot in tuple(self._slots.values())]
+        return Lag(
+            max((lag.operations for lag in lags), default=0),
+            max((lag.body_bytes for lag in lags), default=0),
+            sum(lag.seconds for lag in lags),
+        )
 
     def stop(self, timeout_s: float) -> None:
         """Finish the running cycle, snapshot what changed, give all leases back."""
@@ -137,22 +149,28 @@ class TrainLoop:
     def _run(self) -> None:
         use_threads(self._threads)
         while not self._stopping.is_set():
-            self._bell.wait(self._settings.claim_interval_s)
-            self._bell.clear()
+            self._wait()
             try:
                 while not self._stopping.is_set() and not self._draining.is_set() and self.cycle():
-                    pass
+                    self._residents.tidy()
                 if self._draining.is_set():
                     self.hand_over()
                 else:
-                    self._residents.evict_abandoned()
+                    self._residents.tidy()
                 self._engine.idle()
             except Exception as error:
                 logger.error("cycle_failed", exc_info=error)
                 self._residents.drop_all()
                 self._stopping.wait(self._settings.claim_interval_s)
-        self.hand_over()
+        self._finish_saves()
+        self._residents.leave()
         self._engine.close()
+
+    def _wait(self) -> None:
+        began = time.monotonic()
+        self._bell.wait(self._settings.claim_interval_s)
+        self._bell.clear()
+        self.progress.waited_s += time.monotonic() - began
 
     def hand_over(self) -> None:
         """Give every run back, for other workers to take. On the loop's thread."""
@@ -171,7 +189,7 @@ class TrainLoop:
 
     def cycle(self) -> bool:
         """One turn. False if there was nothing to do."""
-        begin = time.monotonic()
+        begin = self._began = time.monotonic()
         committed = self._commit(held.take_written(self._slots))
         with self.progress.during("claim"), self._database.read() as session:
             pending = log.pending_runs(session, self._pool)
@@ -180,9 +198,10 @@ class TrainLoop:
             free = lease.free_runs(session, absent, worker_id=self._worker_id) if absent else set()
         if free:
             with self.progress.during("restore"):
-                self._residents.take(free)
-            with self._database.read() as session:
-                planned, bodies = self._plan(session, pending)
+                changed = self._residents.take(free, pending)
+            if changed:
+                with self._database.read() as session:
+                    planned, bodies = self._plan(session, pending)
         self._shares = planned.shares
         if not planned.operations:
             return committed
@@ -224,6 +243,8 @@ class TrainLoop:
         ready = log.ready_operations(session, positions) if positions else {}
         if stuck := positions.keys() - ready.keys():
             self._residents.drop_lost(session, stuck)
+        if time.monotonic() < self._bodies_again:
+            ready = {model_id: self._with_bodies_in_rows(operations) for model_id, operations in ready.items()}
         queues = [
             RunQueue(slot.run.id, slot.run.owner_id, held.may_go_ahead(slot, operations), slot.crashes)
             for slot, operations in ((self._slots[model_id], operations) for model_id, operations in ready.items())
@@ -235,47 +256,44 @@ class TrainLoop:
         except BlobMissing as error:
             logger.error("body_missing", operations=len(planned.operations), exc_info=error)
             return planned, None
-        except StorageUnavailable as error:  # nothing has begun; the next turn asks again
+        except StorageUnavailable as error:  # nothing has begun; what needs no store goes on with the next turn
             logger.warning("bodies_out_of_reach", operations=len(planned.operations), reason=error.reason)
+            self._bodies_again = time.monotonic() + _BODIES_AGAIN_S
             return Plan(), None
 
+    def _with_bodies_in_rows(self, operations: Sequence[Ready]) -> list[Ready]:
+        """Those before the first whose body is in the blob store."""
+        small = self._settings.inline_bytes
+        return list(takewhile(lambda one: one.state == log.FAILED or one.body_bytes <= small, operations))
+
     def _execute(self, planned: Plan, bodies: Bodies) -> list[Effect]:
-        effects = [
-            give_up(operation, self._slots[operation.model_id], self._not_stored.get(operation.model_id))
-            for operation in planned.poisoned
-        ]
+        effects = [give_up(operation, self._slots[operation.model_id]) for operation in planned.poisoned]
         for operation in planned.control:
+            began = time.monotonic()
             with bound_contextvars(model_id=operation.model_id, request_id=operation.request_id):
-                effects.append(self._executor.control(operation, self._slots[operation.model_id], bodies))
+                effect = self._executor.control(operation, self._slots[operation.model_id], bodies)
+            effects += share_time([effect], since=began)
         if planned.steps_before:
-            effects += self._executor.step(planned.steps_before, self._slots, bodies)
+            began = time.monotonic()
+            effects += share_time(self._executor.step(planned.steps_before, self._slots, bodies), since=began)
         if planned.forward:
-            effects += self._executor.forward(planned.forward, self._slots, bodies)
+            began = time.monotonic()
+            effects += share_time(self._executor.forward(planned.forward, self._slots, bodies), since=began)
         if planned.steps_after:
-            effects += self._executor.step(planned.steps_after, self._slots, bodies)
+            began = time.monotonic()
+            effects += share_time(self._executor.step(planned.steps_after, self._slots, bodies), since=began)
         return effects
 
     def _commit(self, effects: Sequence[Effect]) -> bool:
         """Results, rows and positions in one transaction, each run fenced by its epoch; then tell the waiting polls.
         False if there was nothing to commit.
 
-        A run whose results cannot be stored is left out and tried again, as if its pass had failed.
+        A run of which a result could not be stored is dropped: its state is ahead of what was committed.
         """
         if not effects:
             return False
-        by_run: dict[str, list[Effect]] = {}
-        for effect in effects:
-            by_run.setdefault(effect.operation.model_id, []).append(effect)
-        finished: dict[str, list[Finished | None]] = {}
-        for model_id, mine in list(by_run.items()):
-            try:
-                finished[model_id] = [self._finished(effect) for effect in mine]
-            except Exception as error:
-                logger.error("result_not_stored", model_id=model_id, exc_info=error)
-                del by_run[model_id]
-                if isinstance(error, StorageUnavailable):
-                    self._not_stored[model_id] = error.detail
-                self._residents.crashed({model_id})
+        stored = store_results(effects, self._blobs, inline_bytes=self._settings.inline_bytes)
+        by_run = {model_id: mine.effects for model_id, mine in stored.items()}
         done: list[str] = []
         lost: list[str] = []
         try:
@@ -297,7 +315,7 @@ class TrainLoop:
                     for effect in mine:
                         for write in effect.rows:
                             write(session)
-                    log.finish(session, [outcome for outcome in finished[model_id] if outcome is not None])
+                    log.finish(session, stored[model_id].finished)
                     done += [request_id_of(model_id, effect.operation.seq_id) for effect in mine]
                 meter.add(session, self._used({model_id: by_run[model_id] for model_id in by_run.keys() - lost}))
         except SQLAlchemyError:
@@ -307,6 +325,9 @@ class TrainLoop:
         for model_id in lost:
             self._residents.lose(model_id)
         self._moved(by_run, lost)
+        for model_id, mine_stored in stored.items():
+            if mine_stored.is_cut:
+                self._residents.drop(model_id)
         self._notify(done)
         self._residents.snapshot_where_due(effects)
         return True
@@ -329,26 +350,17 @@ class TrainLoop:
             slot = self._slots[model_id]
             slot.applied_seq = max(effect.operation.seq_id for effect in mine)
             slot.crashes = 0
-            self._not_stored.pop(model_id, None)
-            slot.log_operations += len(mine)
-            slot.log_bytes += sum(effect.operation.body_bytes for effect in mine)
-            slot.last_used = time.monotonic()
+            slot.lag += Lag(
+                len(mine),
+                sum(effect.operation.body_bytes for effect in mine),
+                sum(effect.seconds for effect in mine),
+            )
+            slot.note_work(self._began)
             for effect in mine:
                 failed = effect.failure is not None or effect.operation.state == log.FAILED
                 metrics.operations(effect.operation.kind, "failed" if failed else "done").inc()
                 for call in effect.then:
                     call()
-
-    def _finished(self, effect: Effect) -> Finished | None:
-        operation = effect.operation
-        if operation.state == log.FAILED:
-            return None
-        if effect.failure is not None:
-            return Finished(operation.model_id, operation.seq_id, failure=effect.failure)
-        payload = Payload.store(
-            effect.result or b"{}", self._blobs, folder="results", inline_bytes=self._settings.inline_bytes
-        )
-        return Finished(operation.model_id, operation.seq_id, result=payload, result_kind=effect.result_kind)
 
     def _notify(self, request_ids: Sequence[str]) -> None:
         """Wake the polls. If Redis is away they find out by themselves within two seconds."""

@@ -12,12 +12,13 @@ from workers.metrics import phase_seconds
 
 @dataclass(slots=True)
 class Progress:
-    """The phase, since when (monotonic seconds), and what waits."""
+    """The phase, since when (monotonic seconds), and what waits. `waited_s`: for how long in all there was no work."""
 
     phase: str = "idle"
     since: float = 0.0
     resident_runs: int = 0
     queued_tokens: int = 0
+    waited_s: float = 0.0
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:

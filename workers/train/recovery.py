@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from dataclasses import dataclass
 
 import structlog
@@ -21,11 +22,12 @@ from app.db import Database
 from app.runs import log
 from app.runs.log import FAILED, Ready
 from app.storage.blobs import BlobStore
-from workers.metrics import REPLAYED, SNAPSHOT_SECONDS, SNAPSHOTS
+from workers.metrics import REPLAYED, REPLAYED_SECONDS, SNAPSHOT_SECONDS, SNAPSHOTS
 from workers.model.base import BaseModel
 from workers.model.engine import Engine
 from workers.spool import Spool
 from workers.train import lease, snapshots
+from workers.train.bounds import Lag
 from workers.train.execute import Executor, consume_failed
 from workers.train.lease import Lease
 from workers.train.planner import PASS_KINDS, STEP_KIND
@@ -51,14 +53,17 @@ def restore(granted: Lease, executor: Executor, database: Database, blobs: BlobS
         slot.state = snapshots.read_state(blobs, run.recovery_snapshot_id, base, slot.optimizer_kind, optimizer=True)
     with database.read() as session:
         operations = log.applied_operations(session, run.id, after, run.applied_seq)
+    began = time.monotonic()
     for operation in operations:
         _replay(operation, slot, executor, database, blobs)
+    seconds = time.monotonic() - began
     REPLAYED.inc(len(operations))
+    REPLAYED_SECONDS.inc(seconds)
     slot.recovery_seq = after
-    slot.log_operations = len(operations)
-    slot.log_bytes = sum(operation.body_bytes for operation in operations)
+    slot.lag = Lag(len(operations), sum(operation.body_bytes for operation in operations), seconds)
     if operations or after >= 0:
-        logger.info("run_restored", model_id=run.id, seq_id=run.applied_seq, replayed=len(operations), epoch=slot.epoch)
+        facts = {"seq_id": run.applied_seq, "replayed": len(operations), "replay_s": round(seconds, 3)}
+        logger.info("run_restored", model_id=run.id, epoch=slot.epoch, **facts)
     return slot
 
 
@@ -84,12 +89,17 @@ def _replay(operation: Ready, slot: Slot, executor: Executor, database: Database
             raise CannotReplay(f"operation {operation.seq_id}: {effect.failure.message}")
 
 
+_MOST_WAITING = 2
+"""Copies of states that wait to be written, beside the one that is being written."""
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
     slot: Slot
     copy: StateCopy
     seq_id: int
     written: threading.Event
+    copy_s: float
 
 
 class SnapshotWriter:
@@ -113,30 +123,36 @@ class SnapshotWriter:
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
-    def submit(self, slot: Slot) -> None:
-        """Take a copy of the run's state now and write it soon."""
-        self._enqueue(slot)
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies wait already: more of them would only take memory."""
+        return self._jobs.qsize() >= _MOST_WAITING
 
     def write_now(self, slot: Slot, timeout_s: float = 60.0) -> None:
         """Write the run's state, after all that was submitted before, and wait for it."""
-        self._enqueue(slot).written.wait(timeout_s)
+        self.submit(slot).wait(timeout_s)
 
-    def _enqueue(self, slot: Slot) -> _Job:
+    def submit(self, slot: Slot) -> threading.Event:
+        """Take a copy of the run's state now and write it soon. The event is set when that is over, well or not."""
         assert slot.state is not None
+        began = time.monotonic()
         self._engine.collect_gradients([slot.state.adapter])
         copy = snapshots.copy_state(slot.state, self._engine.base, seq_id=slot.applied_seq)
-        job = _Job(slot, copy, slot.applied_seq, threading.Event())
+        job = _Job(slot, copy, slot.applied_seq, threading.Event(), time.monotonic() - began)
         slot.snapshot_pending = True
-        slot.log_operations = slot.log_bytes = 0
+        slot.unwritten, slot.lag = slot.to_repeat, Lag()
         self._jobs.put(job)
-        return job
+        return job.written
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            began = time.monotonic()
             try:
                 with bound_contextvars(model_id=job.slot.run.id), SNAPSHOT_SECONDS.time():
                     self._write(job)
                 SNAPSHOTS.labels("written").inc()
+                job.slot.unwritten = Lag()
+                job.slot.snapshot_cost_s = job.copy_s + time.monotonic() - began
             except Exception as error:  # the log still has everything; the next bound tries again
                 SNAPSHOTS.labels("failed").inc()
                 logger.error("snapshot_failed", model_id=job.slot.run.id, seq_id=job.seq_id, exc_info=error)

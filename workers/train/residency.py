@@ -5,6 +5,7 @@ A run that leaves is rebuilt from its last snapshot and the log after it, by whi
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 
@@ -14,13 +15,16 @@ from sqlalchemy.orm import Session
 from structlog.contextvars import bound_contextvars
 
 from app.db import Database
+from app.fleet.service import STOPPING, Load, trainers_with_room, worker_seen
 from app.runs import log
 from app.runs.limits import held_by_owner
+from app.runs.log import NewerRelease
 from app.settings import Settings
 from app.storage.blobs import BlobStore
-from workers.metrics import LEASES, RECOVERIES
+from workers.metrics import RECOVERIES
 from workers.model.base import BaseModel
-from workers.train import lease
+from workers.train import lease, lease_events, placement, unrestorable
+from workers.train.bounds import Bounds
 from workers.train.effects import Effect
 from workers.train.execute import Executor
 from workers.train.lease import Lease
@@ -31,7 +35,21 @@ from workers.train.slots import Slot
 
 logger = structlog.get_logger(__name__)
 
-_ABANDONED_EVERY_S = 10.0
+_TIDY_EVERY_S = 5.0
+_LOADED = 0.5
+"""A worker that waited for less than this part of the time gives up idle runs, if another has less to do."""
+_LEFT_S = 60.0
+"""A run that only a newer release can restore is left to its workers for so long; then it is tried again."""
+_TAKEN_AT_ONCE = 4
+_TAKING_S = 1.0
+"""Runs that are being restored hold up those that are there for so long; the rest comes in the next cycle."""
+_EVICTED_AT_ONCE = 4
+"""Copies of states in memory at a time."""
+_SNAPSHOT_S = 60.0
+_GRACE = 2.0
+"""Claim intervals for which a run is left to another worker. It may be busy, or about to die."""
+_ALIVE = 2 / 3
+"""Part of a lease within which another worker must have been seen; a live one is seen every third of it."""
 
 
 class Residents:
@@ -59,53 +77,91 @@ class Residents:
         self._executor = executor
         self._writer = writer
         self._progress = progress
-        self._queue: list[str] = []  # runs that wait for a slot, in the order in which they were seen
-        self._next_abandoned = 0.0
+        self._bounds = Bounds.of(settings)
+        self._line: dict[str, float] = {}  # runs that wait for a slot, and since when, in the order of their arrival
+        self._left: dict[str, float] = {}  # runs that are left to workers of a newer release, until when
+        self._next_tidying = 0.0
+        self._asked = (
+            time.monotonic(),
+            0.0,
+        )  # when it was asked last how loaded we are, and how long there was no work
         self.slots: dict[str, Slot] = {}
 
     # -- coming
 
-    def take(self, free: set[str]) -> None:
-        """Take the leases of as many free runs as there is room for, longest seen first, and rebuild their states."""
-        free = self._within_limit(free)
+    def take(self, free: set[str], pending: set[str]) -> bool:
+        """Take the leases of as many free runs as there is room for, longest seen first, and rebuild their states; if
+        that takes long, of some of them. `pending`: the runs that have work. False if nobody came or went."""
+        now, before = time.monotonic(), set(self.slots)
+        self._left = {model_id: until for model_id, until in self._left.items() if until > now}
+        free = free - self._left.keys()
+        self._line = {model_id: seen for model_id, seen in self._line.items() if model_id in free}
+        self._line |= dict.fromkeys(sorted(free - self._line.keys()), now)
+        allowed = self._within_limit(free, pending)
+        wanted = self._not_for_others([model_id for model_id in self._line if model_id in allowed], now)
         room = self._settings.train_slots - len(self.slots)
-        if room < len(free):
-            room += self._make_room(len(free) - room)
-        self._queue = [model_id for model_id in self._queue if model_id in free]
-        self._queue += sorted(free - set(self._queue))
-        wanted = self._queue[: max(0, room)]
-        if not wanted:
-            return
+        if room < len(wanted):
+            room += self._make_room(len(wanted) - room, pending)
+        wanted = wanted[: max(0, room)]
+        for start in range(0, len(wanted), _TAKEN_AT_ONCE):
+            self._take(wanted[start : start + _TAKEN_AT_ONCE])
+            if time.monotonic() - now > _TAKING_S:
+                break
+        self._progress.resident_runs = len(self.slots)
+        return self.slots.keys() != before
+
+    def _take(self, wanted: list[str]) -> None:
         with self._database.write() as session:
             granted = lease.take(session, worker_id=self._worker_id, lease_s=self._settings.lease_s, model_ids=wanted)
             granted = self._with_one_suspect(session, granted)
-        LEASES.labels("taken").inc(len(granted))
         for one in granted:
-            self._queue.remove(one.run.id)
+            self._line.pop(one.run.id, None)
+            self._note("taken", one.run.id, one.epoch, crashes=one.crashes)
             try:
                 with bound_contextvars(model_id=one.run.id), RECOVERIES.time():
                     self.slots[one.run.id] = restore(one, self._executor, self._database, self._blobs, self._base)
+            except NewerRelease as error:
+                logger.warning("left_to_newer_release", model_id=one.run.id, reason=str(error))
+                self._left[one.run.id] = time.monotonic() + _LEFT_S
+                self._release(one.run.id, one.epoch)
             except Exception as error:
                 logger.error("restore_failed", model_id=one.run.id, exc_info=error)
-                self._release(one.run.id, one.epoch)
-        self._progress.resident_runs = len(self.slots)
+                unrestorable.give_back(self._database, one, error, worker_id=self._worker_id)
 
-    def _within_limit(self, free: set[str]) -> set[str]:
-        """The runs without those of tenants that have as many in slots as they may; idle ones of theirs make room."""
+    def _not_for_others(self, wanted: list[str], now: float) -> list[str]:
+        """The runs without those that are left to other workers for a moment: all if one of them has less to do, else
+        those that have no free slot here but one there. What they have not taken by then is ours."""
+        grace_s = _GRACE * self._settings.claim_interval_s
+        young = {model_id for model_id in wanted if now - self._line[model_id] < grace_s}
+        if not young:
+            return wanted
+        with self._database.read() as session:
+            others = self._others(session)
+            young -= lease.held_runs(session, young, worker_id=self._worker_id) if others else young
+        room = self._settings.train_slots - len(self.slots)
+        if placement.has_less_to_do(others, self._progress.queued_tokens):
+            room = 0
+        return [model_id for i, model_id in enumerate(wanted) if i < room or model_id not in young]
+
+    def _others(self, session: Session) -> list[Load]:
+        """The other workers that could take a run now. One that died is not among them when its leases run out."""
+        seen_within_s = _ALIVE * self._settings.lease_s
+        return trainers_with_room(session, self._pool, besides=self._worker_id, seen_within_s=seen_within_s)
+
+    def _within_limit(self, free: set[str], pending: set[str]) -> set[str]:
+        """The runs without those of tenants that have as many in slots as they may; others of theirs make room."""
         most = self._settings.runs_per_tenant
         if not most or not free:
             return free
         with self._database.read() as session:
             owners = lease.owners_of(session, free)
             held = held_by_owner(session, self._pool, set(owners.values()), besides=free)
-            pending = log.pending_runs(session, self._pool) if any(n >= most for n in held.values()) else set()
         allowed: set[str] = set()
         for owner_id in set(owners.values()):
-            mine = sorted(model_id for model_id in free if owners.get(model_id) == owner_id)
+            mine = [model_id for model_id in self._line if owners.get(model_id) == owner_id]
             room = max(0, most - held.get(owner_id, 0))
             if len(mine) > room:
-                room += self._evict_idle(len(mine) - room, pending, owner_id=owner_id)
-            mine.sort(key=lambda model_id: self._queue.index(model_id) if model_id in self._queue else len(self._queue))
+                room += self._make_room(len(mine) - room, pending, owner_id=owner_id)
             allowed.update(mine[:room])
         return allowed
 
@@ -119,69 +175,115 @@ class Residents:
             return granted
         ready = log.ready_operations(session, suspects, limit=1)
         held = next((slot.run.id for slot in self.slots.values() if slot.crashes), None)
-        kept = held or next((model_id for model_id in self._queue if model_id in ready), None)
+        kept = held or next((model_id for model_id in self._line if model_id in ready), None)
         for one in granted:
             if one.crashes and one.run.id != kept:
                 lease.release(session, worker_id=self._worker_id, model_id=one.run.id, epoch=one.epoch)
         return [one for one in granted if not one.crashes or one.run.id == kept]
 
-    def _make_room(self, count: int) -> int:
-        """Evict idle runs, least recently used first; returns how many left."""
-        with self._database.read() as session:
-            pending = log.pending_runs(session, self._pool)
-        return self._evict_idle(count, pending)
-
-    def _evict_idle(self, count: int, pending: set[str], *, owner_id: str | None = None) -> int:
-        mine = (slot for slot in self.slots.values() if owner_id in (None, slot.run.owner_id))
-        idle = sorted((slot for slot in mine if slot.run.id not in pending), key=lambda slot: slot.last_used)
-        for slot in idle[:count]:
-            self.evict(slot)
-        return min(count, len(idle))
+    def _make_room(self, count: int, pending: set[str], *, owner_id: str | None = None) -> int:
+        """Evict runs, of one tenant or of all, for others that wait: idle ones, and if that is not enough, those that
+        have had their turn. Returns how many left."""
+        mine = [slot for slot in self.slots.values() if owner_id in (None, slot.run.owner_id)]
+        now, settings = time.monotonic(), self._settings
+        leaving = placement.idle_runs(mine, pending, now=now)[:count]
+        if len(leaving) < count:
+            slice_s, factor = settings.slot_slice_s, settings.snapshot_cost_factor
+            over = placement.runs_that_had_their_turn(mine, pending, now=now, slice_s=slice_s, cost_factor=factor)
+            leaving += over[: count - len(leaving)]
+        self.evict(*leaving)
+        return len(leaving)
 
     # -- staying
 
     def snapshot_where_due(self, effects: Sequence[Effect]) -> None:
         """Write a snapshot of each run whose log has grown past a bound, rather after a step than within its sum."""
         stepped = {effect.operation.model_id for effect in effects if effect.operation.kind == STEP_KIND}
-        for model_id in {effect.operation.model_id for effect in effects} & self.slots.keys():
-            slot, settings = self.slots[model_id], self._settings
+        touched = {effect.operation.model_id for effect in effects} & self.slots.keys()
+        sharers = sum(slot.to_repeat.operations > 0 for slot in self.slots.values())
+        for slot in sorted(map(self.slots.__getitem__, touched), key=lambda slot: -slot.lag.seconds):
+            if self._writer.is_busy:
+                return
             if slot.state is None or slot.snapshot_pending or slot.held:
                 continue
-            over = slot.log_operations >= settings.snapshot_operations or slot.log_bytes >= settings.snapshot_bytes
-            far_over = slot.log_operations >= 2 * settings.snapshot_operations
-            if (over and model_id in stepped) or far_over or slot.log_bytes >= 2 * settings.snapshot_bytes:
+            after_step = slot.run.id in stepped
+            if self._bounds.is_due(slot.lag, cost_s=slot.snapshot_cost_s, sharers=sharers, after_step=after_step):
                 self._writer.submit(slot)
 
     # -- going
 
-    def evict_abandoned(self) -> None:
-        """Free the slots of runs whose client is gone and whose queue is empty."""
+    def tidy(self) -> None:
+        """Now and then: give up the runs that nobody needs here. Between cycles."""
         now = time.monotonic()
-        if not self.slots or now < self._next_abandoned:
+        if not self.slots or now < self._next_tidying:
             return
-        self._next_abandoned = now + _ABANDONED_EVERY_S
-        with self._database.read() as session:
-            silence_s = self._settings.session_silence_s
-            gone = lease.abandoned_runs(session, worker_id=self._worker_id, silence_s=silence_s)
-            gone -= log.pending_runs(session, self._pool)
-        for model_id in gone & self.slots.keys():
-            self.evict(self.slots[model_id])
+        self._next_tidying = now + _TIDY_EVERY_S
+        self.evict_abandoned()
+        if self._is_loaded(now):
+            self.give_up_idle()
 
-    def evict(self, slot: Slot) -> None:
-        """Snapshot a run if its log has grown, give its lease back, free its slot. The state of one with held results
-        is ahead of its position, and goes."""
+    def _is_loaded(self, now: float) -> bool:
+        """Whether the worker had work for most of the time since this was asked last."""
+        since, waited_s = self._asked
+        self._asked = (now, self._progress.waited_s)
+        return self._progress.waited_s - waited_s < _LOADED * (now - since)
+
+    def evict_abandoned(self) -> None:
+        """Free the slots of runs whose client is gone and whose queue is empty, and of those that go on with what a
+        newer release has written."""
+        with self._database.read() as session:
+            gone = lease.abandoned_runs(session, worker_id=self._worker_id) & self.slots.keys()
+            gone -= log.pending_runs(session, self._pool) if gone else gone
+            gone |= log.runs_of_newer_releases(session, self.slots)
+        self.evict(*(self.slots[model_id] for model_id in sorted(gone)))
+
+    def give_up_idle(self) -> None:
+        """Free the slots of idle runs that had better go on at another worker."""
+        with self._database.read() as session:
+            others = self._others(session)
+            pending = log.pending_runs(session, self._pool) if others else set()
+        queued, now = self._progress.queued_tokens, time.monotonic()
+        moving = placement.runs_to_give_up(self.slots.values(), pending, others, queued_tokens=queued, now=now)
+        if moving:
+            logger.info("runs_given_up", worker_id=self._worker_id, count=len(moving), queued_tokens=queued)
+        self.evict(*moving)
+
+    def evict(self, *slots: Slot) -> None:
+        """Snapshot runs whose logs have grown, give their leases back, free their slots. The state of one with held
+        results is ahead of its position, and goes."""
+        for start in range(0, len(slots), _EVICTED_AT_ONCE):
+            some = slots[start : start + _EVICTED_AT_ONCE]
+            for written in [self._save(slot) for slot in some if _has_grown(slot)]:
+                written.wait(_SNAPSHOT_S)
+            for slot in some:
+                try:
+                    self._release(slot.run.id, slot.epoch)
+                except SQLAlchemyError as error:
+                    logger.error("evict_failed", model_id=slot.run.id, exc_info=error)
+                self.drop(slot.run.id)
+
+    def _save(self, slot: Slot) -> threading.Event:
         try:
-            if slot.state is not None and not slot.held and (slot.log_operations or slot.snapshot_pending):
-                self._writer.write_now(slot)
-            self._release(slot.run.id, slot.epoch)
-        except Exception as error:
+            return self._writer.submit(slot)
+        except Exception as error:  # the log still has everything
             logger.error("evict_failed", model_id=slot.run.id, exc_info=error)
-        self.drop(slot.run.id)
+            over = threading.Event()
+            over.set()
+            return over
 
     def evict_all(self) -> None:
         """Give every run back, its state kept."""
-        for slot in list(self.slots.values()):
-            self.evict(slot)
+        self.evict(*self.slots.values())
+
+    def leave(self) -> None:
+        """Give every run back, for good: nothing is left to this worker by others any more."""
+        self._progress.phase = STOPPING
+        try:
+            with self._database.write() as session:
+                worker_seen(session, self._worker_id, phase=STOPPING)
+        except SQLAlchemyError as error:
+            logger.warning("leaving_not_shown", error=type(error).__name__)
+        self.evict_all()
 
     def crashed(self, model_ids: set[str]) -> None:
         """Give back the runs whose pass failed as a whole. They come back alone, and are given up at the third time."""
@@ -189,7 +291,7 @@ class Residents:
             slot = self.slots[model_id]
             with self._database.write() as session:
                 lease.crash(session, worker_id=self._worker_id, model_id=model_id, epoch=slot.epoch)
-            LEASES.labels("crashed").inc()
+            self._note("crashed", model_id, slot.epoch)
             self.drop(model_id)
 
     def drop_lost(self, session: Session, model_ids: Iterable[str]) -> None:
@@ -200,8 +302,8 @@ class Residents:
 
     def lose(self, model_id: str) -> None:
         """Drop a run that another worker has now."""
-        logger.warning("lease_lost", model_id=model_id, worker_id=self._worker_id)
-        LEASES.labels("lost").inc()
+        if (slot := self.slots.get(model_id)) is not None:
+            self._note("lost", model_id, slot.epoch)
         self.drop(model_id)
 
     def drop(self, model_id: str) -> None:
@@ -221,4 +323,11 @@ class Residents:
     def _release(self, model_id: str, epoch: int) -> None:
         with self._database.write() as session:
             lease.release(session, worker_id=self._worker_id, model_id=model_id, epoch=epoch)
-        LEASES.labels("released").inc()
+        self._note("released", model_id, epoch)
+
+    def _note(self, change: lease_events.Change, model_id: str, epoch: int, *, crashes: int = 0) -> None:
+        lease_events.note(change, model_id=model_id, epoch=epoch, worker_id=self._worker_id, crashes=crashes)
+
+
+def _has_grown(slot: Slot) -> bool:
+    return slot.state is not None and not slot.held and slot.to_repeat.operations > 0

@@ -4,19 +4,20 @@ operation's commit adds once it is written (`held`)."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import orjson
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from app.audit import service as audit
 from app.checkpoints import service as checkpoints
 from app.checkpoints import uploads
-from app.checkpoints.quota import NewName, check_quota
+from app.checkpoints.quota import NewName, release, reserve
 from app.db import Database
 from app.errors import InvalidRequest
 from app.sampling.models import SamplingSession
@@ -140,7 +141,7 @@ class Saver:
             self._write(effect, slot, pack, new=new, shared=self._shared)
             slot.saved_adapter, slot.saved_version = snapshot_id, state.counters.version
         elif new is not None:
-            self._check_quota(new, slot.saved_adapter)
+            self._reserve(effect, new, slot.saved_adapter)
         return slot.saved_adapter
 
     def _write(
@@ -160,11 +161,18 @@ class Saver:
             with nullcontext() if shared is not None else self._spool.folder() as folder:
                 files = pack(folder)
                 if new is not None:
-                    self._check_quota(new, files.id, files.size_bytes)
-                if shared is not None:
-                    return _Written(files.id, files.kind, files.size_bytes, shared.add(files))
-                snapshots.write(self._blobs, files)
-                return _Written(files.id, files.kind, files.size_bytes)
+                    self._reserve(effect, new, files.id, files.size_bytes)
+                try:
+                    return store(files)
+                except Exception:
+                    self._give_back(effect)
+                    raise
+
+        def store(files: SnapshotFiles) -> _Written:
+            if shared is not None:
+                return _Written(files.id, files.kind, files.size_bytes, shared.add(files))
+            snapshots.write(self._blobs, files)
+            return _Written(files.id, files.kind, files.size_bytes)
 
         def add_rows(session: Session) -> None:
             written = writing.result()
@@ -191,10 +199,27 @@ class Saver:
         effect.rows.append(add_rows)
         effect.then.append(upload)
 
-    def _check_quota(self, new: NewName, snapshot_id: str, size_bytes: int | None = None) -> None:
+    def _reserve(self, effect: Effect, new: NewName, snapshot_id: str, size_bytes: int | None = None) -> None:
+        """Take the room of a checkpoint, until its commit. Raises InvalidRequest if its owner has not so much left."""
+        if not (limit := self._quota_bytes):
+            return
+        operation = effect.operation
+        with self._database.write() as session:
+            reserve(
+                session,
+                new,
+                seq_id=operation.seq_id,
+                snapshot_id=snapshot_id,
+                size_bytes=size_bytes,
+                limit=limit,
+            )
+        effect.rows.append(lambda session: release(session, operation.model_id, operation.seq_id))
+
+    def _give_back(self, effect: Effect) -> None:
+        """Nothing will be named after all."""
         if self._quota_bytes:
-            with self._database.read() as session:
-                check_quota(session, new, snapshot_id=snapshot_id, size_bytes=size_bytes, limit=self._quota_bytes)
+            with suppress(SQLAlchemyError), self._database.write() as session:
+                release(session, effect.operation.model_id, effect.operation.seq_id)
 
     def _free_name(self, slot: Slot, kind: str, body: dict[str, Any]) -> str:
         name: str = body["path"]

@@ -19,6 +19,7 @@ from app.storage.blobs import BlobStore
 from workers import snapshot_files
 from workers.snapshot_files import BadSnapshot, damaged
 from workers.snapshot_folders import HeldFolder, SnapshotFolders
+from workers.spool import told_when_full
 from workers.train.snapshots import SnapshotFiles
 from workers.uploading import upload, upload_waiting
 
@@ -57,9 +58,11 @@ class SharedSnapshots:
             self._thread.join(timeout_s)
 
     def add(self, files: SnapshotFiles) -> HeldFolder:
-        """Write a snapshot. Its folder stays while it is held, also when nothing else says that it is needed."""
+        """Write a snapshot. Its folder stays while it is held, also when nothing else says that it is needed. Raises
+        StorageUnavailable if the disk is full."""
         while True:
-            self._folders.add(files.id, files.files)
+            with told_when_full():
+                self._folders.add(files.id, files.files)
             if (held := self._folders.hold(files.id)) is not None:
                 return held
 

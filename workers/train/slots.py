@@ -10,6 +10,7 @@ from app.runs.models import Run
 from app.wire.types import LoraConfig
 from workers.model.lora import Adapter
 from workers.model.optim import OptimizerState
+from workers.train.bounds import Lag
 
 if TYPE_CHECKING:
     from workers.train.effects import Effect
@@ -47,7 +48,10 @@ class Slot:
     """A resident run. `state` is None until operation 0 has made it.
 
     `saved_adapter` is the sampler snapshot of the weights at `saved_version`, shared by saves without a step between.
-    `log_operations` and `log_bytes` measure what a recovery would have to replay. `held`: see the module of that name.
+    `lag`: what was done since the last snapshot was taken; `unwritten`: what was done before that and is not covered by
+    one that is durable. `snapshot_cost_s`: seconds that the last one took. `held`: see the module of that name.
+    `since`: when it came; `last_used`: when its last work was done (monotonic seconds); `pause_s`: how long it usually
+    has none.
     """
 
     run: Run
@@ -59,11 +63,32 @@ class Slot:
     saved_adapter: str | None = None
     recovery_snapshot_id: str | None = None
     recovery_seq: int = -1
-    log_operations: int = 0
-    log_bytes: int = 0
+    lag: Lag = field(default_factory=Lag)
+    unwritten: Lag = field(default_factory=Lag)
     snapshot_pending: bool = False
+    snapshot_cost_s: float = 0.0
     held: list[Effect] = field(default_factory=list)
+    since: float = field(default_factory=time.monotonic)
     last_used: float = field(default_factory=time.monotonic)
+    pause_s: float | None = None
+
+    def note_work(self, began: float) -> None:
+        """Work that began then is done."""
+        if began > self.last_used:
+            pause_s = began - self.last_used
+            self.pause_s = pause_s if self.pause_s is None else (self.pause_s + pause_s) / 2
+        self.last_used = time.monotonic()
+
+    def next_use_s(self, now: float) -> float:
+        """In how many seconds an idle run is expected to have work: when its usual pause is over. One that is overdue,
+        or of which nothing is known, is expected to be idle for as long again as it has been."""
+        idle_s = now - self.last_used
+        return self.pause_s - idle_s if self.pause_s is not None and idle_s < self.pause_s else idle_s
+
+    @property
+    def to_repeat(self) -> Lag:
+        """What a recovery would repeat if the worker died now."""
+        return self.lag + self.unwritten
 
     @property
     def optimizer_kind(self) -> str:

@@ -20,7 +20,7 @@ from workers.model.base import BaseModel
 from workers.model.export import load_peft, peft_files, write_peft
 from workers.model.lora import Adapter
 from workers.model.optim import fresh_state
-from workers.snapshot_files import ADAPTER_FILES, BadSnapshot, Content, read, size_of
+from workers.snapshot_files import ADAPTER_FILES, BadSnapshot, Content, NewerSnapshot, read, size_of
 from workers.train.slots import Counters, RunState
 
 STATE_FORMAT = 2
@@ -135,7 +135,7 @@ def state_of_files(files: Mapping[str, bytes], base: BaseModel, kind: str, *, op
         raise BadSnapshot("the checkpoint has no optimizer state")
     facts = orjson.loads(files["state.json"])
     if facts["format"] > STATE_FORMAT:
-        raise BadSnapshot("the checkpoint was written by a newer release")
+        raise NewerSnapshot("the checkpoint was written by a newer release")
     if facts["base_model_hash"] != base.facts.config_hash:
         raise BadSnapshot("the checkpoint belongs to another base model")
     if facts["optimizer"] != kind:

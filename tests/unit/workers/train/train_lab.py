@@ -23,6 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from app.accounts.key_ring import KeyRing
 from app.checkpoints.models import Checkpoint
 from app.db import Database, database_clock
+from app.fleet.models import Worker
 from app.fleet.service import NameOfModel, register_model
 from app.futures.waiters import DONE_CHANNEL
 from app.runs import log
@@ -369,9 +370,13 @@ class Lab:
         wait_for(lambda: not any(slot.snapshot_pending for slot in loop._slots.values()))
 
     def kill(self, loop: TrainLoop) -> None:
-        """What `kill -9` and the time of a lease do: the loop is never turned again, and its leases run out."""
+        """What `kill -9` and the time of a lease do: the loop is never turned again, its leases run out, and it was
+        not seen since."""
         loop._writer.stop(10)
         self.expire(loop)
+        with self.database.write() as session:
+            silent = update(Worker).where(Worker.id == loop._worker_id)
+            session.execute(silent.values(last_seen=database_clock() - self.settings.lease_s))
 
     def restore(self, loop: TrainLoop, client: Client) -> None:
         """Bring a run into a slot of the worker, and no further."""

@@ -1,0 +1,69 @@
+"""Somebody who takes doorbells out of Redis and loses them, rings them twice, or later and in another order."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import redis
+from redis.exceptions import RedisError
+
+_BINDINGS = "_kombu.binding.*"
+_SEPARATOR = "\x06\x16"
+_HELD_S = 0.4
+
+
+class Meddler:
+    """Reads the same lists as the workers, so that it gets some of the messages and they the others."""
+
+    def __init__(self, redis_url: str, seed: float) -> None:
+        self._redis: Any = redis.Redis.from_url(redis_url, socket_timeout=2.0, socket_connect_timeout=1.0)
+        self._chance = random.Random(seed)
+        self.done: Counter[str] = Counter()
+
+    def meddle(self, how: str, for_s: float) -> threading.Thread:
+        """`drop`, `repeat` or `shuffle` what comes in the next `for_s`, in a thread."""
+        thread = threading.Thread(target=self._meddle, args=(how, for_s), daemon=True)
+        thread.start()
+        return thread
+
+    def _meddle(self, how: str, for_s: float) -> None:
+        end = time.monotonic() + for_s
+        while time.monotonic() < end:
+            try:
+                self._once(how)
+            except RedisError:  # it may be dead as well
+                time.sleep(0.1)
+
+    def _once(self, how: str) -> None:
+        queues = self._queues()
+        if not queues:
+            time.sleep(0.1)
+            return
+        held: list[tuple[str, bytes]] = []
+        begin = time.monotonic()
+        while how == "shuffle" and time.monotonic() < begin + _HELD_S and len(held) < 20:
+            if taken := self._redis.brpop(queues, timeout=0.1):
+                held.append(taken)
+        if how != "shuffle" and (taken := self._redis.brpop(queues, timeout=0.2)):
+            held.append(taken)
+        self.done[how] += len(held)
+        if how == "repeat":
+            held *= 3
+        self._chance.shuffle(held)
+        if how != "drop":
+            for queue, message in held:
+                self._redis.lpush(queue, message)
+            time.sleep(0.05)  # for the workers to be first
+
+    def _queues(self) -> list[str]:
+        """Queues of doorbells that workers have declared."""
+        names = {
+            binding.decode().split(_SEPARATOR)[-1]
+            for key in self._redis.keys(_BINDINGS)
+            for binding in self._redis.smembers(key)
+        }
+        return sorted(name for name in names if name.split(".")[0] in ("train", "sample", "wake"))
