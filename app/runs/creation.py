@@ -169,4 +169,6 @@ def _optimizer_of(request: CreateFromWeights, source: Run) -> dict[str, Any]:
 def check_loadable(found: checkpoints.Resolved, optimizer: bool) -> None:
     """Raise InvalidRequest if the checkpoint lacks the optimizer state that is asked for."""
     if optimizer and found.snapshot.kind != "state":
-        raise InvalidRequest("optimizer: a sampler or imported checkpoint has no optimizer state; load it with optimizer=false")
+        raise InvalidRequest(
+            "optimizer: a sampler or imported checkpoint has no optimizer state; load it with optimizer=false"
+        )

@@ -24,6 +24,10 @@ SAMPLE_FORMAT = 2
 """Version of the stored form; a sampler leaves requests of a newer one to others. 1 lacks the request's last fields."""
 
 
+class NewerSample(ValueError):
+    """A newer release has stored the sample, in a form that this one cannot read: it is left to its samplers."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredSample:
     """A sample request as it waits in Redis. `snapshot_id` None means the base model; `base_model` is what the client
@@ -45,10 +49,10 @@ def encode_stored(sample: StoredSample) -> bytes:
 
 
 def decode_stored(raw: bytes) -> StoredSample:
-    """The inverse of `encode_stored`. Raises ValueError for a format that this release does not know."""
+    """The inverse of `encode_stored`. Raises NewerSample for a format that this release does not know."""
     data: dict[str, Any] = orjson.loads(raw)
     if data.pop("format") > SAMPLE_FORMAT:
-        raise ValueError("the sample was stored by a newer release")
+        raise NewerSample("the sample was stored by a newer release")
     request = data.pop("request")
     params = request.pop("params")
     for name in ("stop_tokens", "stop_strings"):

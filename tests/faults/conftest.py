@@ -22,7 +22,7 @@ from workers.model.base import BaseModel
 from workers.model.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
-LEASE_S = 1.0
+LEASE_S = 1.5
 READY_S = 90.0
 
 

@@ -19,6 +19,7 @@ from app.sampling.endings import forget_samples
 from app.sampling.keys import cancel_channel, claim_key, claims_key, result_key, samplers_key
 from app.sampling.store import Depths, SampleAnswer, SampleInbox
 from app.settings import Settings
+from app.wire import sampling
 from app.wire.sampling import StoredSample, encode_stored
 from app.wire.types import SampledSequence, SampleRequest, SampleResult, SamplingParams
 from tests.factories import POOL
@@ -265,3 +266,23 @@ def test_a_sampler_that_was_drained_takes_requests_again(start: Start, submit: S
         assert thread.is_alive()
         sampler.end(ids[0])
     assert server.exists(result_key(ids[0]))
+
+
+def test_a_request_of_a_newer_release_is_left_to_its_samplers(
+    server: redis.Redis, start: Start, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """During an upgrade both serve; the older one neither fails it nor counts as one that died of it."""
+    old = start("old")
+    known = submit("bob", 1)
+    with monkeypatch.context() as newer_web:
+        newer_web.setattr(sampling, "SAMPLE_FORMAT", sampling.SAMPLE_FORMAT + 1)
+        ids = submit("alice", 2)
+    old.take(ids + known)
+    wait_for(lambda: old.running == set(known) and old.service._left.keys() == set(ids))
+    wait_for(lambda: claimed_by(server, ids) == ["", ""])
+    assert [int(raw or 0) for raw in server.mget([claims_key(name) for name in ids])] == [0, 0]  # type: ignore[union-attr]
+    assert not server.exists(*[result_key(name) for name in ids])
+    monkeypatch.setattr(sampling, "SAMPLE_FORMAT", sampling.SAMPLE_FORMAT + 1)
+    new = start("new")
+    wait_for(lambda: new.running == set(ids))
+    assert old.running == set(known)

@@ -122,6 +122,29 @@ def test_bodies_that_cannot_be_read_wait_and_keep_nobody_else_waiting(lab: Lab) 
     assert [client.operation(number).state for number in (large, step)] == [DONE, DONE]
 
 
+def test_a_recovery_snapshot_that_cannot_be_stored_fails_nothing_and_is_made_later(lab: Lab) -> None:
+    lab.settings.snapshot_operations = 2
+    lab.blobs = store = AwayStore(lab.blobs, "snapshots")  # type: ignore[assignment]
+    loop, client = lab.worker(), lab.client()
+    for number in (1, 2):
+        client.train(number)
+        lab.work(loop)
+        lab.write_snapshots(loop)
+    assert store.refused and client.row.recovery_snapshot_id is None
+    assert client.row.applied_seq == client.next_seq - 1
+    assert loop.snapshot_lag().operations == client.next_seq
+    store.away = False
+    client.train(3)
+    lab.work(loop)
+    lab.write_snapshots(loop)
+    assert client.row.recovery_snapshot_id is not None
+    lab.kill(loop)
+    second = lab.worker()
+    client.train(4)
+    lab.work(second)
+    assert_close(state_of(second, client), client.alone)
+
+
 def test_a_load_that_cannot_be_read_fails_with_the_reason(lab: Lab) -> None:
     loop, client = lab.worker(), lab.client()
     client.save("name")

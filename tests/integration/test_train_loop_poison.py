@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
 
-from app.runs.log import ACCEPTED, DONE
+import pytest
+from sqlalchemy.exc import DataError
+from sqlalchemy.orm import Session
+
+from app.runs import log
+from app.runs.log import ACCEPTED, DONE, Finished
 from app.wire.types import LoraConfig
 from tests.unit.workers.train.train_lab import (
     Client,
@@ -212,3 +217,26 @@ def test_a_suspect_that_waits_for_a_missing_request_keeps_no_other_waiting(lab: 
     waiting.forward_backward(1, seq_id=1)
     lab.work(second)
     assert waiting.row.applied_seq == 2
+
+
+def test_results_that_the_database_never_takes_harm_nobody_else(each_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, sick, healthy = each_lab.worker(), each_lab.client(rank=2), each_lab.client(rank=3)
+    each_lab.work(loop)
+    bad, good, step = sick.send(random_data(1)), sick.forward_backward(2), sick.optim_step()
+    _, healthy_step = healthy.train(1)
+    real = log.finish
+
+    def refuse(session: Session, outcomes: Sequence[Finished]) -> None:
+        if any((one.model_id, one.seq_id) == (sick.model_id, bad) and one.result for one in outcomes):
+            raise DataError("UPDATE", {}, Exception("a NUL byte"))
+        real(session, outcomes)
+
+    monkeypatch.setattr(log, "finish", refuse)
+    assert loop.cycle()
+    assert healthy.operation(healthy_step).state == DONE and crashes(healthy) == 0
+    assert crashes(sick) == 1
+    each_lab.work(loop)
+    assert sick.error(bad)[0] == "server"
+    assert sick.operation(good).state == DONE and sick.metrics(step)["failed_operations"] == 1
+    for client in (sick, healthy):
+        assert_close(state_of(loop, client), client.alone)

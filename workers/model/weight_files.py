@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PIECE_BYTES = 16 * 2**20
+PIECE_BYTES = 4 * 2**20
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Plain floats, by the format's names for them."""
 _LARGEST_HEADER = 100 * 2**20

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 from app.sampling.presence import SamplerPresence
 from app.sampling.store import MAX_CLAIMS, Claimed, SampleDesk
 from app.settings import Settings
-from app.wire.sampling import StoredSample, decode_stored
+from app.wire.sampling import NewerSample, StoredSample, decode_stored
 from app.wire.types import SampleResult
 from workers.metrics import SEQUENCES
 from workers.sample.adapters import AdapterStore
@@ -43,6 +43,8 @@ _UNCLAIMED_S = 1.0
 """A request that its home has not claimed for so long is anybody's."""
 _TAKE_AT_LEAST = 64
 """So many requests that nobody claims are taken at a look, however much waits here: they may be other tenants'."""
+_LEFT_S = 60.0
+"""So long a request that only a newer release can read is left to its samplers."""
 _SHARE_EVERY_S = 3.0
 _IDLE_WAIT_S = 0.5
 _LOADS_END_S = 1.0
@@ -87,6 +89,7 @@ class SampleService:
         self._retiring = threading.Event()
         self._drained: SimpleQueue[None] = SimpleQueue()
         """Of all ways to wake a thread the one that a signal's handler may use whatever it has interrupted."""
+        self._left: dict[str, float] = {}  # requests that are left to samplers of a newer release, until when
         self._next_look = 0.0
         self._next_sharing = 0.0
         self._thread = threading.Thread(target=self._run, name="sample", daemon=True)
@@ -211,9 +214,11 @@ class SampleService:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_EVERY_S
+            self._left = {request_id: until for request_id, until in self._left.items() if until > now}
             some = max(_TAKE_AT_LEAST, self._feeder.room)
             arrived += self._desk.abandoned(older_than_s=_UNCLAIMED_S, limit=some)
-        wanted = [request_id for request_id in dict.fromkeys(arrived) if request_id not in self._running]
+        passed_over = self._running | self._left.keys()
+        wanted = [request_id for request_id in dict.fromkeys(arrived) if request_id not in passed_over]
         if wanted:
             self._take_in(self._desk.claim(wanted))
         if self._feeder.waiting and now >= self._next_sharing:
@@ -221,6 +226,7 @@ class SampleService:
             self._give_up(self._feeder.surplus(among=self._presence.loads()))
 
     def _take_in(self, claimed: Sequence[Claimed]) -> None:
+        newer: list[str] = []
         for request in claimed:
             self._running.add(request.request_id)
             if request.attempt > MAX_CLAIMS:
@@ -229,10 +235,21 @@ class SampleService:
                 continue
             try:
                 self._feeder.add(decode_stored(request.body))
+            except NewerSample:
+                newer.append(request.request_id)
             except Exception as error:
                 self._outbox.deliver(request.request_id, error)
+        self._leave(newer)
         self._feeder.feed()
-        self._feeder.park(request.request_id for request in claimed)
+        self._feeder.park(request.request_id for request in claimed if request.request_id not in newer)
+
+    def _leave(self, request_ids: Sequence[str]) -> None:
+        """Leave requests to samplers of a newer release."""
+        if request_ids:
+            logger.warning("left_to_newer_release", count=len(request_ids))
+            self._left |= dict.fromkeys(request_ids, time.monotonic() + _LEFT_S)
+            self._running.difference_update(request_ids)
+            self._desk.release(request_ids)
 
     def _give_up(self, request_ids: Sequence[str]) -> None:
         if request_ids:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 import structlog
@@ -20,7 +20,6 @@ from sqlalchemy.orm import Session
 from structlog.contextvars import bound_contextvars
 
 from app.billing import meter
-from app.billing.meter import Meter
 from app.db import Database
 from app.errors import StorageUnavailable
 from app.futures.waiters import DONE_CHANNEL
@@ -42,7 +41,7 @@ from workers.train.planner import NO_SHARES, Plan, RunQueue, plan
 from workers.train.progress import Progress
 from workers.train.recovery import SnapshotWriter
 from workers.train.residency import Residents
-from workers.train.results import store_results
+from workers.train.results import may_pass, store_results, used_by
 from workers.train.saves import Saver
 from workers.train.shared import SharedSnapshots, SnapshotReader
 
@@ -317,8 +316,12 @@ class TrainLoop:
                             write(session)
                     log.finish(session, stored[model_id].finished)
                     done += [request_id_of(model_id, effect.operation.seq_id) for effect in mine]
-                meter.add(session, self._used({model_id: by_run[model_id] for model_id in by_run.keys() - lost}))
-        except SQLAlchemyError:
+                committed = {model_id: mine for model_id, mine in by_run.items() if model_id not in lost}
+                meter.add(session, used_by(committed, self._slots))
+        except SQLAlchemyError as error:
+            if not may_pass(error):
+                logger.error("commit_refused", runs=len(by_run), exc_info=error)
+                return self._commit_apart(effects, by_run)
             for model_id in by_run:
                 self._residents.drop(model_id)
             raise
@@ -332,16 +335,15 @@ class TrainLoop:
         self._residents.snapshot_where_due(effects)
         return True
 
-    def _used(self, by_run: dict[str, list[Effect]]) -> dict[Meter, int]:
-        """What the committed operations used."""
-        hour = meter.this_hour()
-        runs = {model_id: self._slots[model_id].run for model_id in by_run}
-        return meter.summed(
-            (Meter(run.owner_id, hour, run.session_id, run.base_model, kind), amount)
-            for model_id, run in runs.items()
-            for effect in by_run[model_id]
-            for kind, amount in effect.usage.items()
-        )
+    def _commit_apart(self, effects: Sequence[Effect], model_ids: Collection[str]) -> bool:
+        """The database will never take these results as they are. Whose they are is found out by committing each run
+        alone; one that is refused alone counts as if its pass had failed."""
+        if len(model_ids) == 1:
+            self._residents.crashed(set(model_ids))
+            return True
+        for model_id in sorted(model_ids):
+            self._commit([effect for effect in effects if effect.operation.model_id == model_id])
+        return True
 
     def _moved(self, by_run: dict[str, list[Effect]], lost: Sequence[str]) -> None:
         for model_id, mine in by_run.items():

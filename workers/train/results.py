@@ -1,4 +1,4 @@
-"""Results on their way into the log: in an operation's row when small, else in the blob store.
+"""Results on their way into the log: in an operation's row when small, else in the blob store; and what they used.
 
 A result that cannot be stored fails its operation, with the reason, and no other: what the run did before it is
 committed with it. What the run did after it was computed on a state that the failed operation had changed; it is
@@ -7,12 +7,18 @@ computed again once the run has been rebuilt from the log, in which that operati
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from app.billing import meter
+from app.billing.meter import Meter
 from app.runs.log import FAILED, Finished, Payload
 from app.storage.blobs import BlobStore
 from workers.train.effects import Effect, failure_of
+from workers.train.slots import Slot
 
 FOLDER = "results"
 
@@ -56,3 +62,20 @@ def _store(effects: Sequence[Effect], blobs: BlobStore, inline_bytes: int) -> St
         if stored.is_cut:
             break
     return stored
+
+
+def used_by(by_run: Mapping[str, Sequence[Effect]], slots: Mapping[str, Slot]) -> dict[Meter, int]:
+    """What the operations of each run used."""
+    hour = meter.this_hour()
+    runs = {model_id: slots[model_id].run for model_id in by_run}
+    return meter.summed(
+        (Meter(run.owner_id, hour, run.session_id, run.base_model, kind), amount)
+        for model_id, run in runs.items()
+        for effect in by_run[model_id]
+        for kind, amount in effect.usage.items()
+    )
+
+
+def may_pass(error: SQLAlchemyError) -> bool:
+    """Whether the database refused a commit for a reason that lies in it, and not in what it was given."""
+    return isinstance(error, OperationalError | InterfaceError | PoolTimeout)
