@@ -81,10 +81,7 @@ class Residents:
         self._line: dict[str, float] = {}  # runs that wait for a slot, and since when, in the order of their arrival
         self._left: dict[str, float] = {}  # runs that are left to workers of a newer release, until when
         self._next_tidying = 0.0
-        self._asked = (
-            time.monotonic(),
-            0.0,
-        )  # when it was asked last how loaded we are, and how long there was no work
+        self._asked = time.monotonic(), 0.0  # when it was last asked how loaded we are; how long there was no work
         self.slots: dict[str, Slot] = {}
 
     # -- coming
