@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+import structlog
 import torch
 from fakeredis import FakeRedis
 from sqlalchemy import select, update
@@ -297,6 +299,8 @@ class Lab:
         self._notices.subscribe(DONE_CHANNEL)
         self._notices.get_message()  # of the subscription itself
         self._loops: list[TrainLoop] = []
+        self._logging = structlog.get_config()
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
         self._capture = capture_logs()  # printing a traceback takes longer than most tests
         self.logs = self._capture.__enter__()
         with database.write() as session:
@@ -311,6 +315,7 @@ class Lab:
             loop._saver.stop(10)
         self.redis.close()
         self._capture.__exit__(None, None, None)
+        structlog.configure(**self._logging)
 
     def worker(self, ranks: Engine | None = None, **settings: Any) -> TrainLoop:
         """A new train worker, of one rank unless it is given an engine; the test turns its cycles."""
