@@ -76,7 +76,7 @@ def base_folder_of(checkpoint: Exportable, given: str | None) -> Path:
     source = given or checkpoint.source
     if source is None:
         raise InvalidRequest(f"no worker has registered {checkpoint.base_model!r}: say with --base-model where it is")
-    return fetched(source)
+    return fetched(source, field="--base-model")
 
 
 def main(

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -51,12 +50,12 @@ def import_adapter(
     if not _NAME.fullmatch(name):
         raise InvalidRequest(f"--name: {name!r} must consist of letters, digits, dots, underscores and dashes")
     pool, base_source = find_base(database, base_model)
-    config, weights = _read(_folder_of(source))
+    config, weights = _read(fetched(source, field="SOURCE", only=[CONFIG_FILE, WEIGHTS_FILE]))
     base = BaseModel.outline(base_source, dtype=torch.float32)
     base.device = torch.device("cpu")  # where adapters are put
 
     def is_base(weight: str, tensor: Tensor) -> bool:
-        return _is_weight_of(fetched(base_source), base, weight, tensor)
+        return _is_weight_of(fetched(base_source, field="--base-model"), base, weight, tensor)
 
     converted = convert(base, config, weights, max_rank=settings.max_lora_rank, is_base=is_base)
     snapshot_id = new_blob_id()
@@ -75,16 +74,6 @@ def import_adapter(
         size_bytes=size_bytes,
     )
     return add_imported(database, imported, quota_bytes=settings.tenant_storage_bytes), converted
-
-
-def _folder_of(source: str) -> Path:
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    try:
-        return Path(snapshot_download(source, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"SOURCE: {source!r} is neither a folder nor to be had from the hub: {error}") from error
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

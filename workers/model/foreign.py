@@ -168,7 +168,9 @@ def _rank_and_scale(config: Mapping[str, Any], path: str, *, is_stack: bool) -> 
     for option, pattern_option in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         patterns = config.get(pattern_option) or {}
         if not isinstance(patterns, dict) or (patterns and is_stack):
-            raise BadAdapterFile(f"{CONFIG_FILE}: {pattern_option}={patterns!r} is not supported, of experts least")
+            raise BadAdapterFile(
+                f"{CONFIG_FILE}: {pattern_option}={patterns!r} is not supported, for stacks of experts at least"
+            )
         try:
             matching = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)]
         except re.error as error:

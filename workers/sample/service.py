@@ -217,8 +217,7 @@ class SampleService:
             self._left = {request_id: until for request_id, until in self._left.items() if until > now}
             some = max(_TAKE_AT_LEAST, self._feeder.room)
             arrived += self._desk.abandoned(older_than_s=_UNCLAIMED_S, limit=some)
-        passed_over = self._running | self._left.keys()
-        wanted = [request_id for request_id in dict.fromkeys(arrived) if request_id not in passed_over]
+        wanted = [one for one in dict.fromkeys(arrived) if one not in self._running and one not in self._left]
         if wanted:
             self._take_in(self._desk.claim(wanted))
         if self._feeder.waiting and now >= self._next_sharing:
