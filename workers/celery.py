@@ -8,14 +8,17 @@ early acknowledgement are enough for any load.
 from __future__ import annotations
 
 import atexit
+import signal
 import sys
 import time
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from celery import Celery, signals
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
+from celery.platforms import EX_FAILURE, EX_OK
 from celery.worker import state
 from kombu import Queue
 
@@ -120,6 +123,8 @@ def _doorbells(name: str) -> Queue:
 
 @signals.worker_ready.connect
 def _ready(sender: Any = None, **kwargs: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, _asked_to_end)
     if "workers.process" in sys.modules:
         process = sys.modules["workers.process"]
         process.current().on_drain = partial(_leave_pool, sender, process.current())
@@ -134,12 +139,19 @@ def _leave_pool(consumer: Any, worker: Any, leave: bool) -> None:
         consumer.call_soon(act, names[role](worker.pool))
 
 
-@signals.worker_shutting_down.connect
-def _hear_signal(how: str = "Warm", **kwargs: Any) -> None:
-    """A signal asks this process to end; SIGQUIT, and any second one, ask it to do so at once."""
+def _asked_to_end(number: int, frame: FrameType | None) -> None:
+    """A signal asks this process to end; SIGQUIT, and any second one, ask it to do so at once.
+
+    Celery's own handler of SIGQUIT stops the thread pool from inside the handler. Where the signal finds the main
+    thread handing a task to that pool it waits forever for the lock it holds itself; so ours only says what to do.
+    """
     global _first_asked
     _first_asked = _first_asked or time.monotonic()
-    at_once = how == "Cold" or time.monotonic() - _first_asked > SAME_REQUEST_S
+    if number == signal.SIGQUIT:
+        state.should_terminate = EX_FAILURE
+    else:
+        state.should_stop = EX_OK
+    at_once = number == signal.SIGQUIT or time.monotonic() - _first_asked > SAME_REQUEST_S
     if at_once and "workers.process" in sys.modules:
         sys.modules["workers.process"].hurry()
 

@@ -1,0 +1,129 @@
+"""What tenants do in a soak, each in a process of its own: `python -m tests.soak.tenants NAME BASE_URL FOLDER SECONDS`.
+
+A line for each step, when it ended and how long it took, goes to FOLDER/NAME.steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["TINKER_TELEMETRY"] = "0"
+
+import tinker
+from tinker import types
+
+from tests.e2e.data import batch, largest_gap, logprobs
+
+MODEL = "tiny"
+WAIT_S = 120.0
+_ADAM = types.AdamParams(learning_rate=1e-4)
+_PAUSE_S = 0.05
+"""After each step, so that the machine is busy and not overwhelmed."""
+
+
+class Clock:
+    """Says whether there is time left, and keeps what steps took."""
+
+    def __init__(self, file: Path, seconds: float) -> None:
+        self._file = file.open("w", buffering=1)
+        self._begin = time.monotonic()
+        self._seconds = seconds
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is time left."""
+        return time.monotonic() - self._begin < self._seconds
+
+    def step(self, act: Callable[[], object]) -> None:
+        """Do it, note it, rest."""
+        began = time.monotonic()
+        act()
+        ended = time.monotonic()
+        self._file.write(f"{ended - self._begin:.2f} {ended - began:.5f}\n")
+        time.sleep(_PAUSE_S)
+
+
+def _advance(run: tinker.TrainingClient, data: list[types.Datum]) -> None:
+    passed = run.forward_backward(data, "cross_entropy")
+    taken = run.optim_step(_ADAM)
+    passed.result(WAIT_S)
+    taken.result(WAIT_S)
+
+
+def steady(client: tinker.ServiceClient, clock: Clock) -> None:
+    """One run that trains all the time."""
+    run = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result(WAIT_S)
+    data = batch(1, [64] * 8)
+    while clock.runs:
+        clock.step(lambda: _advance(run, data))
+
+
+def policy(client: tinker.ServiceClient, clock: Clock) -> None:
+    """One run whose new weights are sampled from again and again, each time by a sampler of its own."""
+    run = client.create_lora_training_client(base_model=MODEL, rank=16, seed=2).result(WAIT_S)
+    data = batch(2, [30, 50])
+    params = types.SamplingParams(max_tokens=12, stop=[])
+
+    def turn() -> None:
+        _advance(run, data)
+        sampler = run.save_weights_and_get_sampling_client().result(WAIT_S)
+        prompts = [types.ModelInput.from_ints([50, 60, 70 + n]) for n in range(4)]
+        waiting = [sampler.sample(prompt, 2, params) for prompt in prompts]
+        assert all(len(one.result(WAIT_S).sequences) == 2 for one in waiting)
+
+    while clock.runs:
+        clock.step(turn)
+
+
+def newcomers(client: tinker.ServiceClient, clock: Clock) -> None:
+    """Sessions that come and go, more of them than a worker has slots: each trains a run of its own, saves, makes a
+    second run of what it saved, deletes its checkpoints, and leaves; every third one without a word."""
+    base_url, turn = os.environ["TINKER_BASE_URL"], 0
+    while clock.runs:
+        turn += 1
+
+        def visit(turn: int = turn) -> None:
+            mine = tinker.ServiceClient(base_url=base_url, api_key="tml-soak")
+            run = mine.create_lora_training_client(base_model=MODEL, rank=2 + turn % 7, seed=turn).result(WAIT_S)
+            data = batch(turn, [20, 9, 33])
+            for _ in range(3):
+                _advance(run, data)
+            path = run.save_state(f"state-{turn}").result(WAIT_S).path
+            again = mine.create_training_client_from_state_with_optimizer(path).result(WAIT_S)
+            assert largest_gap(logprobs(run, data), logprobs(again, data)) < 1e-4
+            rest = mine.create_rest_client()
+            run.save_weights_for_sampler(f"adapter-{turn}").result(WAIT_S)
+            saved = rest.list_checkpoints(run.model_id).result(WAIT_S).checkpoints
+            assert len(saved) == 2
+            for one in saved:
+                rest.delete_checkpoint(run.model_id, one.checkpoint_id).result(WAIT_S)
+            if turn % 3:
+                mine.close("success").result(WAIT_S)
+            else:
+                mine.holder.close()
+
+        clock.step(visit)
+        time.sleep(2.0)
+
+
+TENANTS: dict[str, Callable[[tinker.ServiceClient, Clock], None]] = {
+    "steady": steady,
+    "policy": policy,
+    "newcomers": newcomers,
+}
+
+
+def main(name: str, base_url: str, folder: str, seconds: str) -> None:
+    """Run one."""
+    os.environ["TINKER_BASE_URL"] = base_url
+    client = tinker.ServiceClient(base_url=base_url, api_key="tml-soak")
+    TENANTS[name](client, Clock(Path(folder) / f"{name}.steps", float(seconds)))
+    os._exit(0)  # the SDK's threads of sessions that went without a word would not end
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
