@@ -8,9 +8,10 @@ PYTEST_ARGS ?=
 SEED ?= 1
 SEEDS ?= 100
 CHAOS_ARGS ?=
+SOAK_ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-vllm e2e test-all chaos lint proto compatibility clean
+.PHONY: help install demo test test-vllm e2e test-all chaos soak lint proto compatibility clean
 
 help:
 	@echo "make demo      install, then train and sample a tiny model through the official SDK"
@@ -19,6 +20,7 @@ help:
 	@echo "make e2e       the official SDK against SQLite and a folder, then against Postgres, Redis and S3"
 	@echo "make test-all  all tests"
 	@echo "make chaos     kill everything at random moments, with \$$(SEEDS) seeds from \$$(SEED) on (a minute each)"
+	@echo "make soak      steady work for an hour, and whether memory, files, connections or latency grow"
 	@echo "make lint      ruff, mypy, the layering rules"
 	@echo "make proto     compile app/wire/*.proto anew; the install has done it once"
 	@echo "make compatibility  write docs/compatibility.md anew"
@@ -46,6 +48,9 @@ test-all: install
 
 chaos: install
 	$(BIN)/python -m tests.chaos --seed $(SEED) --seeds $(SEEDS) $(CHAOS_ARGS)
+
+soak: install
+	$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

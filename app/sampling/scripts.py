@@ -50,13 +50,21 @@ local function leave(unfinished, id)
   end
 end
 
+local function count(id, change, ttl_s)
+  local claims = 'sample:' .. id .. ':claims'
+  if redis.call('EXISTS', claims) == 0 then return end  -- over, meanwhile
+  redis.call('INCRBY', claims, change)
+  redis.call('EXPIRE', claims, ttl_s)
+end
+
 local function finish(unfinished, id, raw, feed, entry, ttl_s)
   if redis.call('SET', 'sample:' .. id .. ':result', raw, 'NX', 'EX', ttl_s) then
     redis.call('EXPIRE', 'sample:' .. id .. ':request', ttl_s)
     if redis.call('ZSCORE', feed .. ':open', id) then announce(feed, id, entry) end
   end
   leave(unfinished, id)
-  redis.call('DEL', 'sample:' .. id .. ':claim')
+  redis.call('DEL', 'sample:' .. id .. ':claim', 'sample:' .. id .. ':claims')
+  redis.call('EXPIRE', 'sample:' .. id .. ':tokens', ttl_s)
 end
 """
 
@@ -148,27 +156,28 @@ return over
 """
 )
 
-RELEASE = """
+RELEASE = (
+    _SHARED
+    + """
 local unfinished = KEYS[1]
 local me, ttl_s = ARGV[1], ARGV[2]
 for i = 3, #ARGV do
   local id = ARGV[i]
   if redis.call('GET', 'sample:' .. id .. ':claim') == me then
     redis.call('DEL', 'sample:' .. id .. ':claim')
-    redis.call('DECR', 'sample:' .. id .. ':claims')
-    redis.call('EXPIRE', 'sample:' .. id .. ':claims', ttl_s)
+    count(id, -1, ttl_s)
     redis.call('ZADD', unfinished, 'XX', 0, id)
   end
 end
 """
+)
 
-COUNT = """
-local change, ttl_s = ARGV[1], ARGV[2]
-for i = 3, #ARGV do
-  redis.call('INCRBY', 'sample:' .. ARGV[i] .. ':claims', change)
-  redis.call('EXPIRE', 'sample:' .. ARGV[i] .. ':claims', ttl_s)
-end
+COUNT = (
+    _SHARED
+    + """
+for i = 3, #ARGV do count(ARGV[i], ARGV[1], ARGV[2]) end
 """
+)
 
 ABANDONED = (
     _SHARED

@@ -108,6 +108,34 @@ def test_beat_schedules_and_executes_in_one_process(
     assert not list(ROOT.glob("celerybeat-schedule*"))
 
 
+STRUCK = """
+import os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
+from celery.__main__ import main
+
+spawn = ThreadPoolExecutor._adjust_thread_count
+
+def struck(pool):  # the main thread holds the pool's lock here
+    os.kill(os.getpid(), getattr(signal, os.environ["STRUCK_BY"]))
+    spawn(pool)
+
+ThreadPoolExecutor._adjust_thread_count = struck
+sys.argv[1:] = ["-A", "workers", "worker", "-Q", "janitor", "--without-mingle"]
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGQUIT"])
+def test_a_worker_ends_though_the_signal_comes_while_it_hands_a_task_to_its_threads(
+    environment: dict[str, str], tidied: Callable[[], bool], redis_url: str, name: str
+) -> None:
+    Celery(broker=redis_url, set_as_current=False).send_task("tinworks.tidy", queue="janitor")
+    environment |= {"STRUCK_BY": name}
+    done = subprocess.run([sys.executable, "-c", STRUCK], cwd=ROOT, env=environment, timeout=60, check=False)
+    assert done.returncode == 0
+    assert tidied()  # the task that it was about was done nevertheless
+
+
 PROBE = """
 import sys
 import app.main, app.cli, workers.celery, workers.janitor, workers.tasks

@@ -12,7 +12,7 @@ import redis.asyncio
 
 from app.futures.waiters import DONE_CHANNEL
 from app.sampling.endings import forget_samples
-from app.sampling.keys import cancel_channel, claim_key, request_key, result_key, unfinished_key
+from app.sampling.keys import cancel_channel, claim_key, request_key, result_key, tokens_key, unfinished_key
 from app.sampling.store import Depths, SampleAnswer, SampleDesk, SampleInbox, StoredAnswer
 from tests.services import wait_for
 
@@ -267,6 +267,21 @@ def test_a_result_is_kept_for_its_time(inbox: Inbox, server: redis.Redis) -> Non
     inbox.submit(A)
     desk(server).finish([(A, ANSWER)])
     assert 0 < server.ttl(result_key(A)) <= 900  # type: ignore[operator]
+
+
+def test_no_key_of_a_finished_sample_outlives_its_result(inbox: Inbox, server: redis.Redis) -> None:
+    inbox.submit(A)
+    holder = desk(server)
+    holder.claim([A])
+    holder.park([A])
+    holder.begin([A])
+    server.xadd(tokens_key(A), {"t": b"1"})
+    holder.finish([(A, ANSWER)])
+    holder.begin([A])  # too late: whoever thinks that it holds it leaves no trace either
+    holder.release([A])
+    left = {key.decode(): server.ttl(key) for key in server.keys(f"sample:{A}:*")}
+    assert left.keys() == {request_key(A), result_key(A), tokens_key(A)}
+    assert all(0 < ttl_s <= 900 for ttl_s in left.values())
 
 
 def test_a_request_is_not_taken_for_pending_once_its_result_has_gone(inbox: Inbox, server: redis.Redis) -> None:

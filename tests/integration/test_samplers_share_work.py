@@ -145,7 +145,7 @@ def test_what_only_waits_has_no_part_in_its_samplers_death(start: Start, submit:
 
     wait_for(lambda: counted() == [1] * MOST_IN_ENGINE + [0] * (40 - MOST_IN_ENGINE))
     sampler.end(ids[0])
-    wait_for(lambda: counted() == [1] * (MOST_IN_ENGINE + 1) + [0] * (39 - MOST_IN_ENGINE))
+    wait_for(lambda: counted() == [-1] + [1] * MOST_IN_ENGINE + [0] * (39 - MOST_IN_ENGINE))
 
 
 def test_a_cancelled_request_that_waits_never_runs(
