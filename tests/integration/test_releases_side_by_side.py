@@ -123,3 +123,27 @@ def test_a_run_that_was_left_to_the_newer_release_is_tried_again_later(
         for _ in range(3):
             old.cycle()
     assert times_left(lab) == 3
+
+
+def test_a_checkpoint_of_the_newer_release_is_loaded_by_its_workers_only(lab: Lab, older: Release) -> None:
+    new, old = worker(lab), worker(lab)
+    source = lab.client(optimizer="dimuon")
+    source.train(1)
+    source.save("here")
+    path = f"tinker://{source.model_id}/weights/here"
+    lab.work(new)
+    new.hand_over()
+    with older():
+        client = lab.client(owner_id=source.owner_id, optimizer="dimuon", seed=2)
+        client.train(2)
+        lab.work(old)
+        loading = client.load(path, optimizer=True)
+        after = client.forward_backward(3)
+        for _ in range(3):
+            lab.work(old)
+        assert residents(old) == set() and times_left(lab) == 1
+        assert client.operation(loading).state == client.operation(after).state == ACCEPTED
+        assert client.row.worker_id is None and client.row.crash_count == 0
+    lab.work(new)
+    assert client.result(loading)["path"] == path
+    assert client.row.applied_seq == after

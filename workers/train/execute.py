@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from app.errors import InvalidRequest
-from app.runs.log import FAILED, MISSING, Failure, Ready
+from app.runs.log import FAILED, MISSING, Failure, NewerRelease, Ready
 from app.runs.loss_specs import CUSTOM
 from app.runs.pinning import GRAPH_KEY
 from app.wire.training import decode_forward_backward, encode_output, parse_forward_backward
@@ -23,7 +23,7 @@ from workers.model.forward import Work
 from workers.model.optim import fresh_state
 from workers.train import snapshots, steps
 from workers.train.effects import Bodies, Effect, failure_of, state_of
-from workers.train.planner import STEP_KIND
+from workers.train.planner import MAX_CRASHES, STEP_KIND
 from workers.train.saves import Saver
 from workers.train.shared import SnapshotReader
 from workers.train.slots import RunState, Slot
@@ -90,7 +90,10 @@ class Executor:
     # -- control
 
     def control(self, operation: Ready, slot: Slot, bodies: Bodies, *, replay: bool = False) -> Effect:
-        """A creation, a load or a save. In a replay saves do nothing: they change no state."""
+        """A creation, a load or a save. In a replay saves do nothing: they change no state.
+
+        Raises NewerRelease for a load of what only a newer release can read; the run is as it was.
+        """
         effect = Effect(operation)
         body: dict[str, Any] = orjson.loads(bodies[operation.model_id, operation.seq_id] or b"{}")
         try:
@@ -104,6 +107,8 @@ class Executor:
                 self._saver.save_for_sampler(effect, slot, body)
             elif operation.kind == "save_weights_external" and not replay:
                 self._saver.save_external(effect, slot, body)
+        except NewerRelease:
+            raise
         except Exception as error:
             effect.failure = failure_of(operation, error)
             if operation.seq_id == 0:
@@ -142,9 +147,9 @@ def consume_failed(operation: Ready, slot: Slot) -> None:
 
 
 def give_up(operation: Ready, slot: Slot) -> Effect:
-    """Fail an operation that brought down whoever ran it."""
+    """Fail an operation that could not be finished by whoever began it."""
     consume_failed(operation, slot)
-    reason = "every worker that ran this operation died of it, so it was given up"
+    reason = f"given up, since all {MAX_CRASHES} attempts ended in the death of their worker or in an error of it"
     message = f"{operation.kind}: {reason}"
     effect = Effect(operation, failure=Failure(message, "server"))
     if operation.seq_id == 0:

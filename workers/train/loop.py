@@ -24,7 +24,7 @@ from app.db import Database
 from app.errors import StorageUnavailable
 from app.futures.waiters import DONE_CHANNEL
 from app.runs import log
-from app.runs.log import Ready, request_id_of
+from app.runs.log import NewerRelease, Ready, request_id_of
 from app.settings import Settings
 from app.storage.blobs import BlobMissing, BlobStore
 from app.telemetry import traces
@@ -269,8 +269,12 @@ class TrainLoop:
         effects = [give_up(operation, self._slots[operation.model_id]) for operation in planned.poisoned]
         for operation in planned.control:
             began = time.monotonic()
-            with bound_contextvars(model_id=operation.model_id, request_id=operation.request_id):
-                effect = self._executor.control(operation, self._slots[operation.model_id], bodies)
+            try:
+                with bound_contextvars(model_id=operation.model_id, request_id=operation.request_id):
+                    effect = self._executor.control(operation, self._slots[operation.model_id], bodies)
+            except NewerRelease as error:
+                self._residents.leave_to_newer(operation.model_id, error)
+                continue
             effects += share_time([effect], since=began)
         if planned.steps_before:
             began = time.monotonic()
