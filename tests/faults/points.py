@@ -37,16 +37,16 @@ POINTS = {
     "blobs: a file": "app.storage.blobs.LocalBlobStore.put",
     "blobs: a manifest": "app.storage.blobs.LocalBlobStore.put_new",
     # commit
-    "commit": "workers.train.loop.TrainLoop._commit",
-    "commit: store the results": "workers.train.loop.store_results",
+    "commit": "workers.train.commits.Committer.commit",
+    "commit: store the results": "workers.train.commits.store_results",
     "commit: move the position": "workers.train.lease.advance",
     "commit: add a snapshot's row": "app.checkpoints.service.add_snapshot",
     "commit: name a checkpoint": "app.checkpoints.service.name_snapshot",
     "commit: write the results": "app.runs.log.finish",
     "commit: count what was used": "app.billing.meter.add",
-    "commit: note it in memory": "workers.train.loop.TrainLoop._moved",
+    "commit: note it in memory": "workers.train.commits.Committer._moved",
     # notify
-    "notify": "workers.train.loop.TrainLoop._notify",
+    "notify": "workers.train.commits.Committer._notify",
     # recovery snapshots
     "snapshot: is it due": "workers.train.residency.Residents.snapshot_where_due",
     "snapshot: copy to the host": "workers.train.snapshots.copy_state",

@@ -20,7 +20,7 @@ from tests.unit.workers.train.train_lab import Client, Killed, Lab, assert_close
 from workers import snapshot_files
 from workers.collector import Collector
 from workers.train import lease
-from workers.train.loop import TrainLoop
+from workers.train.commits import Committer
 
 
 class Steps:
@@ -63,19 +63,19 @@ class DeadlyStore:
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """Steps of blobs, and of commits: before the end of one, and after it."""
     counted = Steps()
-    advance, notify = lease.advance, TrainLoop._notify
+    advance, notify = lease.advance, Committer._notify
 
     def deadly_advance(*args: Any, **options: Any) -> bool:
         moved = advance(*args, **options)
         counted.next()
         return moved
 
-    def deadly_notify(self: TrainLoop, request_ids: Any) -> None:
+    def deadly_notify(self: Committer, request_ids: Any) -> None:
         counted.next()
         notify(self, request_ids)
 
     monkeypatch.setattr(lease, "advance", deadly_advance)
-    monkeypatch.setattr(TrainLoop, "_notify", deadly_notify)
+    monkeypatch.setattr(Committer, "_notify", deadly_notify)
     return counted
 
 

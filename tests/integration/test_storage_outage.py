@@ -60,7 +60,7 @@ def test_a_result_that_cannot_be_stored_fails_its_operation_alone_with_the_reaso
     """What its run did before it in the same pass stays, what came after is done without it, others notice nothing."""
     loop, client, other = each_lab.worker(inline_bytes=1024), each_lab.client(rank=2), each_lab.client(rank=3)
     each_lab.work(loop)
-    loop._blobs = store = AwayStore(each_lab.blobs, "results")  # type: ignore[assignment]
+    loop._committer._blobs = store = AwayStore(each_lab.blobs, "results")  # type: ignore[assignment]
     before = client.forward_backward(1)
     bad = client.send(random_data(2, [60] * 8))
     after, step = client.train(3)
@@ -89,7 +89,7 @@ def test_a_result_that_was_not_stored_has_no_effect_on_the_next_worker_either(la
     loop, client = lab.worker(inline_bytes=1024), lab.client()
     client.train(1)
     lab.work(loop)
-    loop._blobs = AwayStore(lab.blobs, "results")  # type: ignore[assignment]
+    loop._committer._blobs = AwayStore(lab.blobs, "results")  # type: ignore[assignment]
     client.send(random_data(2, [60] * 8))
     client.forward_backward(3)
     lab.work(loop)

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
 import structlog
 from redis import Redis
-from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 from structlog.contextvars import bound_contextvars
 
-from app.billing import meter
 from app.db import Database
 from app.errors import StorageUnavailable
-from app.futures.waiters import DONE_CHANNEL
 from app.runs import log
-from app.runs.log import NewerRelease, Ready, request_id_of
+from app.runs.log import NewerRelease, Ready
 from app.settings import Settings
 from app.storage.blobs import BlobMissing, BlobStore
 from app.telemetry import traces
@@ -35,13 +32,13 @@ from workers.spool import Spool
 from workers.threads import use_threads
 from workers.train import held, lease
 from workers.train.bounds import Lag
+from workers.train.commits import Committer
 from workers.train.effects import Bodies, Effect, share_time
 from workers.train.execute import Executor, give_up
 from workers.train.planner import NO_SHARES, Plan, RunQueue, plan
 from workers.train.progress import Progress
 from workers.train.recovery import SnapshotWriter
 from workers.train.residency import Residents
-from workers.train.results import may_pass, store_results, used_by
 from workers.train.saves import Saver
 from workers.train.shared import SharedSnapshots, SnapshotReader
 
@@ -73,7 +70,6 @@ class TrainLoop:
         self._pool = pool
         self._database = database
         self._blobs = blobs
-        self._redis = redis
         self._settings = settings
         self._threads = threads
         self._engine = engine
@@ -105,6 +101,15 @@ class TrainLoop:
             progress=self.progress,
         )
         self._slots = self._residents.slots
+        self._committer = Committer(
+            worker_id=worker_id,
+            database=database,
+            blobs=blobs,
+            redis=redis,
+            inline_bytes=settings.inline_bytes,
+            residents=self._residents,
+            progress=self.progress,
+        )
 
     # -- life
 
@@ -288,95 +293,12 @@ class TrainLoop:
         return effects
 
     def _commit(self, effects: Sequence[Effect]) -> bool:
-        """Results, rows and positions in one transaction, each run fenced by its epoch; then tell the waiting polls.
-        False if there was nothing to commit.
-
-        A run of which a result could not be stored is dropped: its state is ahead of what was committed.
-        """
+        """False if there was nothing to commit."""
         if not effects:
             return False
-        stored = store_results(effects, self._blobs, inline_bytes=self._settings.inline_bytes)
-        by_run = {model_id: mine.effects for model_id, mine in stored.items()}
-        done: list[str] = []
-        lost: list[str] = []
-        try:
-            with self.progress.during("commit"), self._database.write() as session:
-                for model_id in sorted(by_run):
-                    slot, mine = self._slots[model_id], by_run[model_id]
-                    last = max(effect.operation.seq_id for effect in mine)
-                    values = {key: value for effect in mine for key, value in effect.run_values.items()}
-                    if not lease.advance(
-                        session,
-                        worker_id=self._worker_id,
-                        model_id=model_id,
-                        epoch=slot.epoch,
-                        applied_seq=last,
-                        **values,
-                    ):
-                        lost.append(model_id)
-                        continue
-                    for effect in mine:
-                        for write in effect.rows:
-                            write(session)
-                    log.finish(session, stored[model_id].finished)
-                    done += [request_id_of(model_id, effect.operation.seq_id) for effect in mine]
-                committed = {model_id: mine for model_id, mine in by_run.items() if model_id not in lost}
-                meter.add(session, used_by(committed, self._slots))
-        except SQLAlchemyError as error:
-            if not may_pass(error):
-                logger.error("commit_refused", runs=len(by_run), exc_info=error)
-                return self._commit_apart(effects, by_run)
-            for model_id in by_run:
-                self._residents.drop(model_id)
-            raise
-        for model_id in lost:
-            self._residents.lose(model_id)
-        self._moved(by_run, lost)
-        for model_id, mine_stored in stored.items():
-            if mine_stored.is_cut:
-                self._residents.drop(model_id)
-        self._notify(done)
+        self._committer.commit(effects, began=self._began)
         self._residents.snapshot_where_due(effects)
         return True
-
-    def _commit_apart(self, effects: Sequence[Effect], model_ids: Collection[str]) -> bool:
-        """The database will never take these results as they are. Whose they are is found out by committing each run
-        alone; one that is refused alone counts as if its pass had failed."""
-        if len(model_ids) == 1:
-            self._residents.crashed(set(model_ids))
-            return True
-        for model_id in sorted(model_ids):
-            self._commit([effect for effect in effects if effect.operation.model_id == model_id])
-        return True
-
-    def _moved(self, by_run: dict[str, list[Effect]], lost: Sequence[str]) -> None:
-        for model_id, mine in by_run.items():
-            if model_id in lost:
-                continue
-            slot = self._slots[model_id]
-            slot.applied_seq = max(effect.operation.seq_id for effect in mine)
-            slot.crashes = 0
-            slot.lag += Lag(
-                len(mine),
-                sum(effect.operation.body_bytes for effect in mine),
-                sum(effect.seconds for effect in mine),
-            )
-            slot.note_work(self._began)
-            for effect in mine:
-                failed = effect.failure is not None or effect.operation.state == log.FAILED
-                metrics.operations(effect.operation.kind, "failed" if failed else "done").inc()
-                for call in effect.then:
-                    call()
-
-    def _notify(self, request_ids: Sequence[str]) -> None:
-        """Wake the polls. If Redis is away they find out by themselves within two seconds."""
-        if not request_ids:
-            return
-        try:
-            with self.progress.during("notify"):
-                self._redis.publish(DONE_CHANNEL, "\n".join(request_ids))
-        except (RedisError, OSError) as error:
-            logger.warning("notice_lost", error=type(error).__name__)
 
 
 def _with_bodies(planned: Plan) -> list[Ready]:
