@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
+
+from app.recent import Recent
 
 V = TypeVar("V")
 
@@ -13,17 +14,16 @@ V = TypeVar("V")
 class SharedLookups(Generic[V]):
     """Answers by key, believed for `ttl_s` seconds (0: only shared by those who wait together). One event loop's."""
 
-    def __init__(self, *, ttl_s: float = 0.0, most: int = 10_000) -> None:
+    def __init__(self, *, ttl_s: float = 0.0) -> None:
         self._ttl_s = ttl_s
-        self._most = most
-        self._answers: dict[Hashable, tuple[V, float]] = {}
+        self._answers: Recent[Hashable, V] = Recent(ttl_s=ttl_s)
         self._running: dict[Hashable, asyncio.Task[V]] = {}
 
     async def get(self, key: Hashable, look: Callable[[], Awaitable[V]]) -> V:
         """The answer, from `look` if there is none. Who gives up waiting does not stop it for the others."""
         known = self._answers.get(key)
-        if known is not None and known[1] > time.monotonic():
-            return known[0]
+        if known is not None:
+            return known
         task = self._running.get(key)
         if task is None:
             task = asyncio.create_task(self._look(key, look))
@@ -37,7 +37,5 @@ class SharedLookups(Generic[V]):
         finally:
             del self._running[key]
         if self._ttl_s > 0:
-            if len(self._answers) >= self._most:
-                self._answers.clear()
-            self._answers[key] = answer, time.monotonic() + self._ttl_s
+            self._answers.put(key, answer)
         return answer

@@ -25,6 +25,7 @@ from app.custom_losses import service as custom_losses
 from app.db import Database
 from app.errors import InvalidRequest, NotFound, TinworksError
 from app.fleet.service import ServedModel, find_model
+from app.recent import Recent
 from app.runs import log
 from app.runs.bodies import Body, BodyStore
 from app.runs.checks import Limits, check_batch, check_custom_batch
@@ -58,7 +59,8 @@ from app.wire.training_json import encode_request
 logger = structlog.get_logger(__name__)
 
 ADAMW = "adamw"
-_CACHED_RUNS = 4096
+_REMEMBERED_S = 300.0
+"""How long the facts of a run are kept at hand after they were looked up; they never change."""
 _NO_BODY = Payload(b"", None, 0)
 
 
@@ -86,7 +88,7 @@ class RunService:
     def __init__(self, database: Database, blobs: BlobStore, settings: Settings, keys: KeyRing) -> None:
         self._database = database
         self._blobs = blobs
-        self._facts: dict[str, RunFacts] = {}
+        self._facts: Recent[str, RunFacts] = Recent(ttl_s=_REMEMBERED_S)
         self._lock = threading.Lock()
         self._keys = keys
         self._bodies = BodyStore(blobs, settings)
@@ -315,9 +317,7 @@ class RunService:
                 facts = RunFacts(run.owner_id, run.session_id, model, run.optimizer.get("type", ADAMW))
             if facts.model is not None:
                 with self._lock:
-                    if len(self._facts) >= _CACHED_RUNS:
-                        self._facts.clear()
-                    self._facts[model_id] = facts
+                    self._facts.put(model_id, facts)
         if facts.owner_id != owner_id:
             raise NotFound(f"model_id: there is no run {model_id!r}")
         return facts

@@ -12,13 +12,15 @@ from starlette.concurrency import run_in_threadpool
 
 from app.db import Database
 from app.errors import Gone, NotFound, Unavailable
+from app.recent import Recent
 from app.sampling.feeds import Completion, CompletionFeeds
 from app.sampling.keys import feed_key
 from app.sampling.models import SamplingSession
 from app.sampling.store import Full, SampleAnswer, SampleInbox, StoredAnswer
 from app.sessions.models import ClientSession
 
-_CACHED_SAMPLERS = 10_000
+_REMEMBERED_S = 300.0
+"""How long the facts of a sampling session are kept at hand after they were looked up; they never change."""
 T = TypeVar("T")
 
 
@@ -37,7 +39,7 @@ class SampleFutures:
         self._database = database
         self._inbox = inbox
         self._feeds = feeds
-        self._samplers: dict[str, Place] = {}
+        self._samplers: Recent[str, Place] = Recent(ttl_s=_REMEMBERED_S)
 
     async def look_up(self, owner_id: str, request_id: str, *, at_most: int | None = None) -> StoredAnswer | None:
         """A finished sample, without its payload if that has more than `at_most` bytes; None while it is pending.
@@ -116,9 +118,7 @@ class SampleFutures:
         sampler = self._samplers.get(sampling_session_id)
         if sampler is None:
             sampler = await run_in_threadpool(self._load, sampling_session_id)
-            if len(self._samplers) >= _CACHED_SAMPLERS:
-                self._samplers.clear()
-            self._samplers[sampling_session_id] = sampler
+            self._samplers.put(sampling_session_id, sampler)
         return sampler
 
     def _load(self, sampling_session_id: str) -> Place:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -16,6 +15,7 @@ from app.checkpoints import service as checkpoints
 from app.db import Database, utc_now
 from app.errors import ConflictingReplay, Gone, InvalidRequest, NotFound, Unavailable
 from app.fleet.service import ServedModel, find_model
+from app.recent import Recent
 from app.runs.models import Run
 from app.sampling.checks import checked
 from app.sampling.keys import SAMPLE_MARK
@@ -29,7 +29,6 @@ from app.sessions.service import require_live
 from app.telemetry.context import note
 from app.wire.sampling import StoredSample, decode_stored, encode_stored
 
-_CACHED_TARGETS = 10_000
 _TRUST_S = 2.0
 """How long a process believes that a sampling session's client has not finished since it looked."""
 _SEEN_ENOUGH = timedelta(seconds=60)
@@ -71,7 +70,7 @@ class SamplingService:
         self._database = database
         self._inbox = inbox
         self._router = router
-        self._targets: dict[str, tuple[Target, float]] = {}
+        self._targets: Recent[str, Target] = Recent(ttl_s=_TRUST_S)
 
     # -- sampling sessions
 
@@ -163,12 +162,10 @@ class SamplingService:
     # -- targets
 
     async def _target(self, owner_id: str, identity: str) -> Target:
-        target, trusted_until = self._targets.get(identity, (None, 0.0))
-        if target is None or trusted_until < time.monotonic():
+        target = self._targets.get(identity)
+        if target is None:
             target = await run_in_threadpool(self._load_target, identity)
-            if len(self._targets) >= _CACHED_TARGETS:
-                self._targets.clear()
-            self._targets[identity] = target, time.monotonic() + _TRUST_S
+            self._targets.put(identity, target)
         if target.owner_id != owner_id:
             raise NotFound(f"sampling_session_id: there is no sampling session {identity!r}")
         return target
