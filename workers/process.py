@@ -166,6 +166,7 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """Finish what is computing, as long as the settings allow, hand everything back, leave."""
+        logger.info("worker_stopping", worker_id=self.worker_id)
         began = time.monotonic()
         if self.samples:
             self.samples.retire()

@@ -145,6 +145,7 @@ for i = 4, #ARGV do
     or redis.call('EXPIRE', 'sample:' .. id .. ':request', ttl_s) == 0 then
     over[#over + 1] = id
   else
+    redis.call('EXPIRE', 'sample:' .. id .. ':claims', ttl_s)
     local holder = redis.call('GET', claim)
     if not holder or holder == me then
       redis.call('SET', claim, me, 'PX', claim_ms)

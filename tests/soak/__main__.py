@@ -73,9 +73,9 @@ def soak(folder: Path, *, seconds: float, warm_up_s: float) -> list[Finding]:
             scripts = {name: _script(name, running, folder, seconds) for name in TENANTS}
             looks: list[Look] = []
             while (now := time.monotonic() - begin) < seconds:
+                _all_alive(running, scripts)
                 looks.append(look_at(now, {role: running.alive(role)[0].pid for role in ROLES}, postgres, redis.url))
                 _note(folder / "looks.jsonl", looks[-1])
-                _all_alive(running, scripts)
                 time.sleep(max(0.0, begin + len(looks) * _EVERY_S - time.monotonic()))
             for name, script in scripts.items():
                 if script.wait(120) != 0:

@@ -222,6 +222,7 @@ class TrainLoop:
             return True
         computed = time.monotonic()
         self._commit([*held.hold(effects, self._slots), *held.take_written(self._slots)])
+        self._residents.evict_left()
         tokens, seconds = sum(operation.tokens for operation in planned.forward), time.monotonic() - begin
         runs = len({operation.model_id for operation in planned.operations})
         metrics.count_turn(seconds=computed - begin, tokens=tokens, operations=len(planned.operations), runs=runs)

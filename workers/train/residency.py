@@ -118,7 +118,7 @@ class Residents:
                 with bound_contextvars(model_id=one.run.id), RECOVERIES.time():
                     self.slots[one.run.id] = restore(one, self._executor, self._database, self._blobs, self._base)
             except NewerRelease as error:
-                self._leave(one.run.id, error)
+                self.leave_to_newer(one.run.id, error)
                 self._release(one.run.id, one.epoch)
             except Exception as error:
                 logger.error("restore_failed", model_id=one.run.id, exc_info=error)
@@ -291,13 +291,13 @@ class Residents:
             self.drop(model_id)
 
     def leave_to_newer(self, model_id: str, error: NewerRelease) -> None:
-        """Give back a run that cannot go on here, for a worker of a newer release to take."""
-        self._leave(model_id, error)
-        self.evict(self.slots[model_id])
-
-    def _leave(self, model_id: str, error: NewerRelease) -> None:
+        """Note that a run cannot go on here, but at a worker of a newer release."""
         logger.warning("left_to_newer_release", model_id=model_id, reason=str(error))
         self._left[model_id] = time.monotonic() + _LEFT_S
+
+    def evict_left(self) -> None:
+        """Give back the resident runs that cannot go on here. Between cycles."""
+        self.evict(*(self.slots[model_id] for model_id in sorted(self._left.keys() & self.slots.keys())))
 
     def drop_lost(self, session: Session, model_ids: Iterable[str]) -> None:
         """Of runs that have work but none after our position: drop those that another worker had meanwhile."""
