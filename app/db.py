@@ -34,6 +34,15 @@ MODEL_MODULES = (
     "app.billing.models",
     "app.audit.models",
 )
+_NOTICE_DEATH = {
+    "connect_timeout": 10,
+    "keepalives_idle": 15,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+"""After how long (seconds; the last one milliseconds) libpq gives up on a Postgres whose host has vanished. What
+DATABASE_URL says itself counts."""
 
 
 class Base(DeclarativeBase):
@@ -115,7 +124,10 @@ class Database:
 
     @staticmethod
     def _postgres(url: str, pool_size: int) -> Engine:
-        return create_engine(url, pool_size=pool_size, max_overflow=pool_size, pool_pre_ping=True)
+        settings = {name: value for name, value in _NOTICE_DEATH.items() if name not in make_url(url).query}
+        return create_engine(
+            url, pool_size=pool_size, max_overflow=pool_size, pool_pre_ping=True, connect_args=settings
+        )
 
     @staticmethod
     def _sqlite(url: str, pool_size: int) -> Engine:

@@ -246,6 +246,12 @@ class Settings(BaseSettings):
     # -- sessions
     session_silence_s: float = Field(300.0, gt=0, description="Silence after which a session's runs leave their slots")
     session_retention_s: float = Field(7 * 86400.0, gt=0, description="Silence after which a session is gone")
+    ephemeral_idle_s: float = Field(
+        86400.0,
+        ge=3600,
+        description="How long weights that were saved without a name are kept after they were last sampled from, while "
+        "their session lives; a run's newest ones always are",
+    )
     auto_last_ttl_s: int = Field(
         7 * 86400,
         ge=0,

@@ -58,16 +58,20 @@ class Collector:
 
     def _retire(self, before: datetime) -> list[str]:
         """Delete the rows of snapshots that have been unused for long."""
-        silent_before = utc_now() - timedelta(seconds=self.settings.session_retention_s)
+        now = utc_now()
+        ends = references.Ends(
+            silent_before=now - timedelta(seconds=self.settings.session_retention_s),
+            idle_before=now - timedelta(seconds=self.settings.ephemeral_idle_s),
+        )
         with self.database.read() as session:
             changes = references.changed_snapshots(
-                session, self._body, unused_before=before, silent_before=silent_before, limit=self.at_once
+                session, self._body, unused_before=before, ends=ends, limit=self.at_once
             )
         if not (changes.used_again or changes.newly_unused or changes.dead):
             return []
         try:
             with self.database.write() as session:
-                return references.retire_snapshots(session, self._body, changes, silent_before=silent_before)
+                return references.retire_snapshots(session, self._body, changes, ends=ends)
         except IntegrityError:  # one of them was named at this very moment
             logger.warning("snapshots_not_retired", snapshots=len(changes.dead))
             return []

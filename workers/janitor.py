@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -40,6 +41,9 @@ _collected_up_to: dict[str, str] = {}
 _ORPHANED_S = 60.0
 _LOST_AFTER = timedelta(days=1)
 """Snapshots that nobody has uploaded by then were in a shared folder that is gone."""
+_FORGET_AT_ONCE = 1000
+_FORGETTING_S = 10.0
+"""Of every 30 s: what comes faster than this is forgotten later."""
 _SILENT_FOR_GOOD = timedelta(seconds=30)
 """A client whose session was marked as silent has so long to be heard of; then its samples go. After an outage of ours
 all sessions look silent for a moment."""
@@ -60,8 +64,6 @@ def tidy() -> None:
         ):
             return
         gaps = log.fill_gaps(session, older_than=timedelta(seconds=settings.gap_timeout_s))
-        blobs = log.prune_results(session, finished_before=utc_now() - timedelta(seconds=settings.result_ttl_s))
-        forget_recorded(session, before=utc_now() - timedelta(seconds=settings.sampled_sequence_ttl_s))
         forget_losses(session, gone_before=utc_now() - timedelta(seconds=settings.session_retention_s))
         expired = session.execute(delete(Checkpoint).where(Checkpoint.expires_at < utc_now())).rowcount  # type: ignore[attr-defined]
         silent = _mark_silent(session, settings.session_silence_s, up_s=up_s)
@@ -70,14 +72,29 @@ def tidy() -> None:
     with database.read() as session:
         forgotten = _tidy_redis(session, dead)
     store = get_blob_store()
-    for key in blobs:
-        store.delete(key)
+    _forget_results(database, store, settings)
     closed = _close_runs(database, store, settings)
     counts = {"gaps": len(gaps), "expired": expired, "silent_sessions": silent, "dead_workers": len(dead)}
     counts |= {"forgotten_samples": forgotten, "ended_sessions": ended, "closed_runs": closed}
     if any(counts.values()):
         logger.info("tidied", **counts)
     _upload_orphans(database, store, settings)
+
+
+def _forget_results(database: Database, store: BlobStore, settings: Settings) -> None:
+    """Forget old results and old records, in transactions of their own, until none is left or the time for it is."""
+    began, more = time.monotonic(), True
+    while more and time.monotonic() - began < _FORGETTING_S:
+        now = utc_now()
+        with database.write() as session:
+            finished_before = now - timedelta(seconds=settings.result_ttl_s)
+            count, blobs = log.prune_results(session, finished_before=finished_before, limit=_FORGET_AT_ONCE)
+        with database.write() as session:
+            recorded_before = now - timedelta(seconds=settings.sampled_sequence_ttl_s)
+            recorded = forget_recorded(session, before=recorded_before, limit=_FORGET_AT_ONCE)
+        for key in blobs:
+            store.delete(key)
+        more = max(count, recorded) == _FORGET_AT_ONCE
 
 
 @app.task(name="tinworks.collect", ignore_result=True)

@@ -2,8 +2,8 @@
 is deleted (`workers.collector`).
 
 A snapshot is used while a checkpoint names it, an upload brings it, a run's recovery begins with it, a load of a run
-that may be replayed reads it, or a session that has not ended samples from it. One that is not used is only marked at
-first: who has just found it by a name has that long to refer to it.
+that may be replayed reads it, or a session that has not ended samples from it now and then. One that is not used is
+only marked at first: who has just found it by a name has that long to refer to it.
 """
 
 from __future__ import annotations
@@ -55,6 +55,15 @@ def known_snapshots(session: Session, snapshot_ids: Sequence[str]) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class Ends:
+    """A session that has been silent since `silent_before` has ended. Nobody comes back to a sampling session that has
+    not been sampled from since `idle_before`."""
+
+    silent_before: datetime
+    idle_before: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Changes:
     """Ids of snapshots. `dead`: unused for so long that they may go."""
 
@@ -64,16 +73,21 @@ class Changes:
 
 
 def changed_snapshots(
-    session: Session, read_blob: Callable[[str], bytes], *, unused_before: datetime, silent_before: datetime, limit: int
+    session: Session, read_blob: Callable[[str], bytes], *, unused_before: datetime, ends: Ends, limit: int
 ) -> Changes:
     """What has changed about which snapshots are used, and those that have been unused since before a time.
 
-    `silent_before`: a session that has been silent since then has ended. `read_blob`: reads the bodies that are blobs.
+    `read_blob`: reads the bodies that are blobs.
     """
-    used = _is_used(silent_before)
+    used = _is_used(ends)
     query = (
         select(Snapshot.id, Snapshot.unused_since, used.label("used"))
-        .where(or_(~used, Snapshot.unused_since.is_not(None)))
+        .where(
+            or_(
+                and_(used, Snapshot.unused_since.is_not(None)),
+                and_(~used, or_(Snapshot.unused_since.is_(None), Snapshot.unused_since < unused_before)),
+            )
+        )
         .order_by(Snapshot.unused_since)
         .limit(limit)
     )
@@ -93,9 +107,7 @@ def changed_snapshots(
     return Changes(again, newly, dead)
 
 
-def retire_snapshots(
-    session: Session, read_blob: Callable[[str], bytes], changes: Changes, *, silent_before: datetime
-) -> list[str]:
+def retire_snapshots(session: Session, read_blob: Callable[[str], bytes], changes: Changes, *, ends: Ends) -> list[str]:
     """Note what has changed, and delete the rows of dead snapshots unless they are used after all; returns their ids:
     their files have to be deleted once this is committed."""
     for ids, since in ((changes.used_again, None), (changes.newly_unused, utc_now())):
@@ -104,17 +116,17 @@ def retire_snapshots(
     pinned = _pinned(session, read_blob) if changes.dead else set()
     gone: list[str] = []
     for some in _portions([one for one in changes.dead if one not in pinned]):
-        query = delete(Snapshot).where(Snapshot.id.in_(some), ~_is_used(silent_before)).returning(Snapshot.id)
+        query = delete(Snapshot).where(Snapshot.id.in_(some), ~_is_used(ends)).returning(Snapshot.id)
         gone += session.scalars(query.execution_options(synchronize_session=False))
     return gone
 
 
-def _is_used(silent_before: datetime) -> ColumnElement[bool]:
+def _is_used(ends: Ends) -> ColumnElement[bool]:
     """By all but loads."""
     has_work = exists().where(Operation.model_id == Run.id, Operation.state == literal_column(f"'{ACCEPTED}'"))
     is_live = and_(
         ClientSession.finished_at.is_(None),
-        or_(ClientSession.silent_since.is_(None), ClientSession.silent_since > silent_before),
+        or_(ClientSession.silent_since.is_(None), ClientSession.silent_since > ends.silent_before),
     )
     return or_(
         exists().where(Checkpoint.snapshot_id == Snapshot.id),
@@ -130,6 +142,7 @@ def _is_used(silent_before: datetime) -> ColumnElement[bool]:
             SamplingSession.snapshot_id == Snapshot.id,
             SamplingSession.follows_model_id.is_(None),
             ClientSession.id == SamplingSession.session_id,
+            or_(SamplingSession.last_used_at.is_(None), SamplingSession.last_used_at > ends.idle_before),
             is_live,
         ),
     )

@@ -30,6 +30,11 @@ def newest_accepted(session: Session, model_id: str) -> datetime | None:
     return session.scalar(select(func.max(Operation.created_at)).where(Operation.model_id == model_id, _IS_ACCEPTED))
 
 
+def newest_finished(session: Session, model_id: str) -> datetime | None:
+    """When the newest operation of a run that has a result was finished."""
+    return session.scalar(select(func.max(Operation.finished_at)).where(Operation.model_id == model_id))
+
+
 def last_change(session: Session, model_id: str) -> int | None:
     """The last operation behind the creation that has changed the run's state, if there is one."""
     query = select(func.max(Operation.seq_id)).where(

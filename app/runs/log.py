@@ -302,11 +302,12 @@ def prune_bodies(session: Session, model_id: str, *, after: int, upto: int) -> l
     return [blob for blob in blobs if blob]
 
 
-def prune_results(session: Session, *, finished_before: datetime, limit: int = 5000) -> list[str]:
-    """Forget old results. Returns the blobs to delete once this is committed."""
+def prune_results(session: Session, *, finished_before: datetime, limit: int) -> tuple[int, list[str]]:
+    """Forget old results, so many at most. Returns how many, and the blobs to delete once this is committed."""
     query = (
         select(Operation.model_id, Operation.seq_id, Operation.result_blob)
         .where(Operation.finished_at < finished_before, Operation.result_kind.is_not(None))
+        .order_by(Operation.finished_at)
         .limit(limit)
     )
     rows = session.execute(query).all()
@@ -316,7 +317,7 @@ def prune_results(session: Session, *, finished_before: datetime, limit: int = 5
             .where(Operation.model_id == row.model_id, Operation.seq_id == row.seq_id)
             .values(result=None, result_blob=None, result_kind=None)
         )
-    return [row.result_blob for row in rows if row.result_blob]
+    return len(rows), [row.result_blob for row in rows if row.result_blob]
 
 
 def fill_gaps(session: Session, *, older_than: timedelta) -> list[tuple[str, int]]:

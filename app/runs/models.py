@@ -74,7 +74,12 @@ class Operation(Base):
             sqlite_where=text("state = 'accepted'"),
             postgresql_where=text("state = 'accepted'"),
         ),
-        Index("ix_operations_finished", "finished_at"),
+        Index(
+            "ix_operations_results",
+            "finished_at",
+            sqlite_where=text("result_kind IS NOT NULL"),
+            postgresql_where=text("result_kind IS NOT NULL"),
+        ),
         Index(
             "ix_operations_body_blob",
             "body_blob",

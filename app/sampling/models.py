@@ -12,7 +12,11 @@ from app.db import Base, UtcDateTime, utc_now
 
 class SamplingSession(Base):
     """A target of `asample`: the base model (`snapshot_id` null), one immutable snapshot, or, when `follows_model_id`
-    is set (kind `inflight`), that run's newest sampler snapshot at the moment of each submit."""
+    is set (kind `inflight`), that run's newest sampler snapshot at the moment of each submit.
+
+    `last_used_at`: when it was made or sampled from, to a few minutes; null: an older release made it and did not note
+    that.
+    """
 
     __tablename__ = "sampling_sessions"
     __table_args__ = (Index("ux_sampling_sessions_seq", "session_id", "seq_id", unique=True),)
@@ -28,6 +32,7 @@ class SamplingSession(Base):
     follows_model_id: Mapped[str | None] = mapped_column(String(120))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)
     clients: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
+    last_used_at: Mapped[datetime | None] = mapped_column(UtcDateTime, default=utc_now)
 
 
 class RecordedSample(Base):

@@ -23,7 +23,6 @@ from app.sampling.models import RecordedSample
 from app.wire import tinker_pb2 as pb
 
 _LOOK_UP_AT_ONCE = 500
-_FORGET_AT_MOST = 5000
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
@@ -108,13 +107,13 @@ def record(session: Session, samples: Iterable[NewRecord]) -> dict[str, bytes | 
     return answers
 
 
-def forget_recorded(session: Session, *, before: datetime) -> int:
-    """Drop samples that went on record before a time, oldest first and not all at once; returns how many."""
+def forget_recorded(session: Session, *, before: datetime, limit: int) -> int:
+    """Drop samples that went on record before a time, oldest first, so many at most; returns how many."""
     old = (
         select(RecordedSample.request_id)
         .where(RecordedSample.created_at < before)
         .order_by(RecordedSample.created_at)
-        .limit(_FORGET_AT_MOST)
+        .limit(limit)
     )
     gone = session.execute(delete(RecordedSample).where(RecordedSample.request_id.in_(old)))
     return int(gone.rowcount)  # type: ignore[attr-defined]

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from redis.exceptions import RedisError
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from app.checkpoints import service as checkpoints
+from app.checkpoints.models import Snapshot
 from app.db import Database, utc_now
 from app.errors import ConflictingReplay, Gone, InvalidRequest, NotFound, Unavailable
 from app.fleet.service import ServedModel, find_model
@@ -31,6 +32,8 @@ from app.wire.sampling import StoredSample, decode_stored, encode_stored
 
 _TRUST_S = 2.0
 """How long a process believes that a sampling session's client has not finished since it looked."""
+_USED_ENOUGH = timedelta(minutes=10)
+"""Weights that were sampled from so lately need not be marked as used."""
 _SEEN_ENOUGH = timedelta(seconds=60)
 """A client that was seen so lately need not be marked as seen for the sake of a sample."""
 
@@ -177,8 +180,19 @@ class SamplingService:
                 raise NotFound(f"sampling_session_id: there is no sampling session {identity!r}")
             client = session.get_one(ClientSession, row.session_id)
             model = find_model(session, row.base_model)
+            fixed = row.snapshot_id if row.follows_model_id is None else None
+            is_gone = fixed is not None and session.get(Snapshot, fixed) is None
         if client.finished_at is not None:
             raise Gone(f"sampling_session_id: session {row.session_id!r} is finished")
+        if is_gone:
+            raise Gone(
+                f"sampling_session_id: the weights of {identity!r} are gone, since nobody has sampled from them for "
+                "long; save weights under a name to keep them"
+            )
+        if row.last_used_at is None or utc_now() - row.last_used_at > _USED_ENOUGH:
+            used = update(SamplingSession).where(SamplingSession.id == row.id).values(last_used_at=utc_now())
+            with self._database.write() as session:
+                session.execute(used.execution_options(synchronize_session=False))
         if client.silent_since is not None or utc_now() - client.last_seen_at > _SEEN_ENOUGH:
             with self._database.write() as session:  # who samples is not silent, even without heartbeats
                 require_live(session, row.owner_id, row.session_id)

@@ -3,8 +3,8 @@
 A session ends when its client says so, or after long silence. Then each of its runs is closed, in steps of which each
 leaves the log whole and may be the last one, by any number of janitors at once:
 
-1. What was accepted still finishes. What nobody has done a while after the end (nobody serves the model, or a sequence
-   id never came) fails.
+1. What was accepted still finishes. What nobody has done a while after the end, or after the one before it (nobody
+   serves the model, or a sequence id never came), fails.
 2. The worker that holds the run gives it back.
 3. The last state becomes a checkpoint, `weights/auto-last`, for a time: a snapshot that has it gets the name. If there
    is none, because the worker died, a save is put into the log, and whoever serves the model does it.
@@ -95,7 +95,8 @@ def _is_at_rest(session: Session, run: Run, how: Closing) -> bool:
     if newest is None:
         return session.scalar(select(Run.id).where(Run.id == run.id, _is_held())) is None
     ended = session.get_one(ClientSession, run.session_id).finished_at or utc_now()
-    if utc_now() < max(newest, ended) + how.patience:
+    advanced = last_operations.newest_finished(session, run.id) or ended
+    if utc_now() < max(newest, ended, advanced) + how.patience:
         return False
     _take_back(run)
     failed = last_operations.fail_accepted(

@@ -170,11 +170,12 @@ class LocalBlobStore:
 
     def remove_unfinished(self, before: datetime) -> int:
         count = 0
-        for path in self._root.rglob(f"{_UNFINISHED}*"):
-            with suppress(OSError):
-                if path.stat().st_mtime < before.timestamp():
-                    path.unlink()
-                    count += 1
+        for folder, _, names in os.walk(self._root):  # it passes over folders that vanish meanwhile
+            for path in (Path(folder, name) for name in names if name.startswith(_UNFINISHED)):
+                with suppress(OSError):
+                    if path.stat().st_mtime < before.timestamp():
+                        path.unlink()
+                        count += 1
         return count
 
 

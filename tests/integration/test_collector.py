@@ -183,6 +183,21 @@ def test_ephemeral_snapshots_live_as_long_as_their_session(world: World, end: st
     assert [world.is_there(sampled), world.is_there(newest)] == [stays, stays]
 
 
+@pytest.mark.parametrize(("idle_h", "stays"), [(23, True), (25, False), (None, True)])
+def test_ephemeral_snapshots_that_nobody_samples_from_go_but_for_the_newest(
+    world: World, idle_h: int | None, stays: bool
+) -> None:
+    """None: a sampling session of an older release, which did not note it."""
+    sampled, newest = world.snapshot(), world.snapshot()
+    use(world, "sampling session", sampled)
+    use(world, "sampler", newest)
+    with world.database.write() as session:
+        last = utc_now() - timedelta(hours=idle_h) if idle_h is not None else None
+        session.execute(update(SamplingSession).values(last_used_at=last))
+    world.collect()
+    assert [world.is_there(sampled), world.is_there(newest)] == [stays, True]
+
+
 def test_the_newest_weights_of_a_finished_session_stay_while_it_has_work(world: World) -> None:
     newest = world.snapshot()
     use(world, "sampler", newest)

@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 
+from app.checkpoints import service as checkpoints
 from app.db import Database, get_database
 from app.futures import polls
 from app.migrate import upgrade
@@ -158,3 +160,26 @@ def test_a_worker_waits_for_a_locked_sqlite_and_does_everything_once(sqlite_url:
     assert_close(state_of(second, client), client.alone)
     lab.close()
     database.dispose()
+
+
+def test_a_save_that_finds_the_database_away_is_done_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection breaks while the save looks whether its name is free: nobody is to blame, nothing fails."""
+    loop, client, other = lab.worker(), lab.client(), lab.client(seed=2)
+    client.train(1)
+    lab.work(loop)
+    real, broken = checkpoints.exists, []
+
+    def breaking(*args: Any) -> bool:
+        if not broken:
+            broken.append(True)
+            raise OperationalError("SELECT", {}, Exception("the connection is closed"))
+        return real(*args)
+
+    monkeypatch.setattr(checkpoints, "exists", breaking)
+    saved = client.save("name")
+    other.train(2)
+    lab.work(loop)
+    assert broken and client.operation(saved).state == DONE
+    for one in (client, other):
+        assert one.row.crash_count == 0
+        assert_close(state_of(loop, one), one.alone)

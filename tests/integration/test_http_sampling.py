@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
+from app.checkpoints.models import Snapshot
+from app.db import utc_now
+from app.recent import Recent
 from app.runs.models import Run
 from app.sampling.models import SamplingSession
 from app.sampling.store import SampleAnswer, SampleDesk
@@ -320,6 +324,34 @@ def test_a_client_of_inflight_weights_samples_the_newest_at_its_submit(api: Api,
         (claimed,) = desk.claim([api.ok("asample", sample(row.id, number))["request_id"]])
         seen.append(decode_stored(claimed.body).snapshot_id)
     assert seen == ["old", "new"]
+
+
+def test_weights_that_are_sampled_from_are_kept_and_those_that_are_gone_are_told_as_such(api: Api) -> None:
+    model_id = api.run()
+    session_id = model_id.partition(":")[0]
+    with api.database.write() as session:
+        run = session.get_one(Run, model_id)
+        weights = Snapshot(id="a" * 32, owner_id=run.owner_id, model_id=run.id, seq_id=0, kind="adapter", size_bytes=1)
+        row = SamplingSession(
+            id=f"{session_id}:sample:0",
+            owner_id=run.owner_id,
+            session_id=session_id,
+            seq_id=0,
+            base_model="tiny",
+            pool=POOL,
+            snapshot_id=weights.id,
+            last_used_at=utc_now() - timedelta(hours=23),
+        )
+        session.add_all([weights, row])
+    api.ok("asample", sample(row.id))
+    with api.database.write() as session:
+        last = session.get_one(SamplingSession, row.id).last_used_at
+        assert last is not None and utc_now() - last < timedelta(minutes=1)
+        session.delete(session.get_one(Snapshot, weights.id))
+    api.client.app.state.services.sampling._targets = Recent(ttl_s=1)  # type: ignore[attr-defined]
+    answer = api.post("asample", sample(row.id, 1))
+    assert answer.status_code == 410
+    assert "nobody has sampled from them for long; save weights under a name" in answer.json()["detail"]
 
 
 def test_a_full_queue_asks_the_client_to_slow_down(

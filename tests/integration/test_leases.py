@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import select, text, update
+from sqlalchemy.orm import Session
 
 from app.db import Database, database_clock, utc_now
 from app.runs.models import Run
 from app.sessions.models import ClientSession
 from tests.factories import new_run
+from tests.services import wait_for
+from tests.unit.workers.train.train_lab import Lab, assert_close, residents, state_of
 from workers.train import lease
 from workers.train.lease import Lease
 
@@ -198,3 +201,54 @@ def test_runs_of_clients_that_are_gone_are_abandoned(database: Database) -> None
     with database.read() as session:
         found = lease.abandoned_runs(session, worker_id="w1")
     assert found == {runs["finished"].id, runs["silent"].id}
+
+
+def test_a_renewal_and_a_commit_never_wait_for_each_other(postgres_url: str) -> None:
+    """Both lock several of a worker's runs, in whatever order they lie in the table."""
+    database = Database(postgres_url)
+    last, first = sorted((new_run(database) for _ in range(2)), key=lambda run: run.id, reverse=True)
+    granted = {run.id: held(database, run) for run in (last, first)}  # now the last by its id lies first
+    waits = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+
+    def renew() -> int:
+        with database.write() as session:
+            return lease.renew(session, worker_id="w1", lease_s=LEASE_S)
+
+    def moved(session: Session, run: Run) -> bool:
+        epoch = granted[run.id].epoch
+        return lease.advance(session, worker_id="w1", model_id=run.id, epoch=epoch, applied_seq=1)
+
+    def waiting() -> object:
+        with database.read() as session:
+            return session.scalar(waits)
+
+    with ThreadPoolExecutor(1) as pool:
+        with database.write() as session:
+            assert moved(session, first)
+            renewing = pool.submit(renew)
+            wait_for(waiting)
+            assert moved(session, last)
+        assert renewing.result(30) == 2
+    database.dispose()
+
+
+@pytest.mark.parametrize("how", ["in turn", "draining"])
+def test_runs_that_were_dropped_while_the_database_was_away_are_given_back(lab: Lab, how: str) -> None:
+    loop, dropped, kept = lab.worker(), lab.client(), lab.client(seed=2)
+    for client in (dropped, kept):
+        client.train(1)
+    lab.work(loop)
+    loop._residents.drop(dropped.model_id)
+    assert dropped.row.worker_id == kept.row.worker_id == loop._worker_id
+    if how == "draining":
+        loop.hand_over()
+        assert kept.row.worker_id is None
+    else:
+        loop._residents.tidy()
+        assert kept.row.worker_id == loop._worker_id and residents(loop) == {kept.model_id}
+    assert dropped.row.worker_id is None and dropped.row.crash_count == 0
+    dropped.train(2)
+    lab.work(loop)
+    assert_close(state_of(loop, dropped), dropped.alone)

@@ -275,7 +275,10 @@ def test_old_results_are_forgotten_and_their_rows_are_not(
 ) -> None:
     results(timedelta(hours=25))
     with database.write() as session:
-        assert log.prune_results(session, finished_before=utc_now() - timedelta(hours=24)) == ["results/2"]
+        assert log.prune_results(session, finished_before=utc_now() - timedelta(hours=24), limit=9) == (
+            2,
+            ["results/2"],
+        )
     found = rows(database, run)
     assert [row.state for row in found.values()] == [DONE, DONE]
     assert [(row.result, row.result_blob, row.result_kind) for row in found.values()] == [(None, None, None)] * 2
@@ -284,7 +287,7 @@ def test_old_results_are_forgotten_and_their_rows_are_not(
 def test_young_results_are_kept(database: Database, run: Run, results: Callable[[timedelta], None]) -> None:
     results(timedelta(hours=23))
     with database.write() as session:
-        assert log.prune_results(session, finished_before=utc_now() - timedelta(hours=24)) == []
+        assert log.prune_results(session, finished_before=utc_now() - timedelta(hours=24), limit=9) == (0, [])
     assert rows(database, run)[1].result == b"one"
 
 

@@ -215,3 +215,26 @@ def test_create_app_asks_nothing_of_a_bucket(
         TINWORKS_S3_ENDPOINT_URL="http://127.0.0.1:9",
     )
     assert create_app()
+
+
+def test_a_load_that_cannot_be_repeated_now_is_repeated_later(lab: Lab) -> None:
+    """A run that began as a checkpoint is rebuilt from it. While the store is away it only waits."""
+    first, source = lab.worker(), lab.client()
+    source.train(1)
+    source.save("begin")
+    lab.work(first)
+    path = f"tinker://{source.model_id}/weights/begin"
+    client = lab.client_from(path, owner_id=source.owner_id, optimizer=True)
+    client.train(2)
+    lab.work(first)
+    lab.kill(first)
+    lab.blobs = store = AwayStore(lab.blobs, "snapshots")  # type: ignore[assignment]
+    second = lab.worker()
+    step = client.optim_step()
+    for _ in range(5):
+        second.cycle()
+    assert store.refused and client.operation(step).state == ACCEPTED
+    assert client.row.crash_count <= 1 and client.row.worker_id is None  # the death itself counts
+    store.away = False
+    lab.work(second)
+    assert client.operation(step).state == DONE

@@ -30,6 +30,7 @@ class Outbox:
         self._finished: list[tuple[str, SampleAnswer]] = []
         self._recorded: deque[tuple[str, SampleAnswer]] = deque()
         self._dropped: list[str] = []
+        self._over: set[str] = set()
 
     def deliver(self, request_id: str, outcome: SampleResult | Exception) -> None:
         """A request is over. What has become of one that was cancelled, Redis knows already."""
@@ -72,13 +73,13 @@ class Outbox:
         """Send what is there; returns which requests are over. Raises RedisError; what was not sent stays."""
         while self._recorded:
             self._finished.append(self._recorded.popleft())
-        over: set[str] = set()
         if self._finished:
             self._desk.finish(self._finished)
-            over.update(request_id for request_id, _ in self._finished)
+            self._over.update(request_id for request_id, _ in self._finished)
             self._finished = []
         if self._dropped:
-            over.update(self._dropped)
-            dropped, self._dropped = self._dropped, []
-            self._desk.release(dropped)
+            self._desk.release(self._dropped)
+            self._over.update(self._dropped)
+            self._dropped = []
+        over, self._over = self._over, set()
         return over

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, StorageUnavailable
 from app.runs.log import FAILED, MISSING, Failure, NewerRelease, Ready
 from app.runs.loss_specs import CUSTOM
 from app.runs.pinning import GRAPH_KEY
@@ -24,8 +24,9 @@ from workers.model.optim import fresh_state
 from workers.train import snapshots, steps
 from workers.train.effects import Bodies, Effect, failure_of, state_of
 from workers.train.planner import MAX_CRASHES, STEP_KIND
+from workers.train.results import may_pass
 from workers.train.saves import Saver
-from workers.train.shared import SnapshotReader
+from workers.train.shared import NotStoredYet, SnapshotReader
 from workers.train.slots import RunState, Slot
 
 
@@ -92,7 +93,8 @@ class Executor:
     def control(self, operation: Ready, slot: Slot, bodies: Bodies, *, replay: bool = False) -> Effect:
         """A creation, a load or a save. In a replay saves do nothing: they change no state.
 
-        Raises NewerRelease for a load of what only a newer release can read; the run is as it was.
+        Raises NewerRelease for a load of what only a newer release can read, and what says that the database is away,
+        or in a replay the store: then the run is as it was, and the operation can be done again.
         """
         effect = Effect(operation)
         body: dict[str, Any] = orjson.loads(bodies[operation.model_id, operation.seq_id] or b"{}")
@@ -110,6 +112,8 @@ class Executor:
         except NewerRelease:
             raise
         except Exception as error:
+            if may_pass(error) or (replay and isinstance(error, StorageUnavailable | NotStoredYet)):
+                raise
             effect.failure = failure_of(operation, error)
             if operation.seq_id == 0:
                 effect.run_values["failed"] = True

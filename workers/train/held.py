@@ -15,6 +15,7 @@ from concurrent.futures import wait
 from app.runs.log import Ready
 from workers.train.effects import Effect, failure_of
 from workers.train.planner import is_control
+from workers.train.results import may_pass
 from workers.train.slots import Slot
 
 MOST_HELD = 64
@@ -50,13 +51,15 @@ def hold(effects: Iterable[Effect], slots: Mapping[str, Slot]) -> list[Effect]:
 
 
 def take_written(slots: Mapping[str, Slot]) -> list[Effect]:
-    """The effects that need not wait any more, because their files are written or cannot be."""
+    """The effects that need not wait any more, because their files are written or cannot be. Raises what says that the
+    database is away; then nothing is taken, and the slots must be dropped."""
+    written = [slot for slot in slots.values() if slot.held and _is_written(slot.held[0])]
+    for slot in written:
+        _settle(slot.held[0], slot)
     taken = []
-    for slot in slots.values():
-        if slot.held and _is_written(slot.held[0]):
-            _settle(slot.held[0], slot)
-            taken += slot.held
-            slot.held = []
+    for slot in written:
+        taken += slot.held
+        slot.held = []
     return taken
 
 
@@ -75,7 +78,7 @@ def _settle(effect: Effect, slot: Slot) -> None:
     error = effect.write.exception() if effect.write is not None else None
     if error is None:
         return
-    if not isinstance(error, Exception):
+    if not isinstance(error, Exception) or may_pass(error):
         raise error
     effect.result, effect.failure = None, failure_of(effect.operation, error)
     effect.rows, effect.run_values, effect.usage, effect.then = [], {}, {}, []

@@ -59,8 +59,13 @@ def take(session: Session, *, worker_id: str, lease_s: float, model_ids: Iterabl
 
 
 def renew(session: Session, *, worker_id: str, lease_s: float) -> int:
-    """Renew every lease of a worker; returns how many it holds. One that ran out and was not taken is renewed too."""
-    query = update(Run).where(Run.worker_id == worker_id).values(lease_expires_at=database_clock() + lease_s)
+    """Renew every lease of a worker; returns how many it holds. One that ran out and was not taken is renewed too.
+
+    Rows are locked in the order of their ids, as commits do: else each could wait for what the other has.
+    """
+    mine = Run.worker_id == worker_id
+    session.execute(select(Run.id).where(mine).order_by(Run.id).with_for_update(key_share=True)).all()
+    query = update(Run).where(mine).values(lease_expires_at=database_clock() + lease_s)
     return session.execute(query).rowcount  # type: ignore[attr-defined, no-any-return]
 
 
@@ -113,6 +118,12 @@ def free_runs(session: Session, model_ids: Iterable[str], *, worker_id: str) -> 
 def held_runs(session: Session, model_ids: Iterable[str], *, worker_id: str) -> set[str]:
     """Those of the runs that are this worker's."""
     return set(session.scalars(select(Run.id).where(Run.id.in_(list(model_ids)), Run.worker_id == worker_id)))
+
+
+def forgotten_runs(session: Session, kept: Iterable[str], *, worker_id: str) -> dict[str, int]:
+    """This worker's runs that are not among those which it keeps in slots, with their epochs."""
+    query = select(Run.id, Run.epoch).where(Run.worker_id == worker_id, Run.id.not_in(list(kept)))
+    return dict(session.execute(query).tuples().all())
 
 
 def owners_of(session: Session, model_ids: Iterable[str]) -> dict[str, str]:

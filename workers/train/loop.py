@@ -39,6 +39,7 @@ from workers.train.planner import NO_SHARES, Plan, RunQueue, plan
 from workers.train.progress import Progress
 from workers.train.recovery import SnapshotWriter
 from workers.train.residency import Residents
+from workers.train.results import may_pass
 from workers.train.saves import Saver
 from workers.train.shared import SharedSnapshots, SnapshotReader
 
@@ -181,6 +182,7 @@ class TrainLoop:
         if self._slots:
             self._finish_saves()
             self._residents.evict_all()
+        self._residents.give_back_forgotten()
 
     def _finish_saves(self) -> None:
         held.wait_for_files(self._slots, _SAVES_END_S)
@@ -218,7 +220,12 @@ class TrainLoop:
         except Exception as error:
             request_ids = [operation.request_id for operation in planned.operations]
             logger.error("pass_failed", request_ids=request_ids[:_NAMED], count=len(request_ids), exc_info=error)
-            self._residents.crashed({operation.model_id for operation in planned.operations})
+            model_ids = {operation.model_id for operation in planned.operations}
+            if may_pass(error):  # nobody is to blame; all of it is done again
+                for model_id in model_ids:
+                    self._residents.drop(model_id)
+            else:
+                self._residents.crashed(model_ids)
             return True
         computed = time.monotonic()
         self._commit([*held.hold(effects, self._slots), *held.take_written(self._slots)])

@@ -31,10 +31,12 @@ def runs_that_had_their_turn(
     slots: Iterable[Slot], busy: Collection[str], *, now: float, slice_s: float, cost_factor: float
 ) -> list[Slot]:
     """Those that have work and have been in their slot for their share of seconds, longest first: `slice_s`, or
-    `cost_factor` times what a snapshot of the run takes, if that is more."""
+    `cost_factor` times what writing or reading a snapshot of the run takes, if that is more."""
     over = []
     for slot in slots:
-        share_s = max(slice_s, cost_factor * slot.snapshot_cost_s) * (_BOUND_FACTOR if slot.held else 1)
+        share_s = max(slice_s, cost_factor * slot.snapshot_cost_s, cost_factor * slot.read_s)
+        if slot.held:
+            share_s *= _BOUND_FACTOR
         if slot.run.id in busy and now - slot.since >= share_s:
             over.append(slot)
     return sorted(over, key=lambda slot: slot.since)

@@ -50,7 +50,9 @@ def restore(granted: Lease, executor: Executor, database: Database, blobs: BlobS
     if run.recovery_snapshot_id is not None:
         with database.read() as session:
             after = session.get_one(Snapshot, run.recovery_snapshot_id).seq_id
+        began = time.monotonic()
         slot.state = snapshots.read_state(blobs, run.recovery_snapshot_id, base, slot.optimizer_kind, optimizer=True)
+        slot.read_s = time.monotonic() - began
     with database.read() as session:
         operations = log.applied_operations(session, run.id, after, run.applied_seq)
     began = time.monotonic()
@@ -60,6 +62,7 @@ def restore(granted: Lease, executor: Executor, database: Database, blobs: BlobS
     REPLAYED.inc(len(operations))
     REPLAYED_SECONDS.inc(seconds)
     slot.recovery_seq = after
+    slot.since = time.monotonic()
     slot.lag = Lag(len(operations), sum(operation.body_bytes for operation in operations), seconds)
     if operations or after >= 0:
         facts = {"seq_id": run.applied_seq, "replayed": len(operations), "replay_s": round(seconds, 3)}

@@ -80,7 +80,7 @@ class Residents:
         self._bounds = Bounds.of(settings)
         self._line: dict[str, float] = {}  # runs that wait for a slot, and since when, in the order of their arrival
         self._left: dict[str, float] = {}  # runs that are left to workers of a newer release, until when
-        self._next_tidying = 0.0
+        self._next_tidying = self._next_look = 0.0
         self._asked = time.monotonic(), 0.0  # when it was last asked how loaded we are; how long there was no work
         self.slots: dict[str, Slot] = {}
 
@@ -210,6 +210,7 @@ class Residents:
 
     def tidy(self) -> None:
         """Now and then: give up the runs that nobody needs here. Between cycles."""
+        self.give_back_forgotten()
         now = time.monotonic()
         if not self.slots or now < self._next_tidying:
             return
@@ -217,6 +218,18 @@ class Residents:
         self.evict_abandoned()
         if self._is_loaded(now):
             self.give_up_idle()
+
+    def give_back_forgotten(self) -> None:
+        """Now and then: give back the runs that are ours in the database and have no slot here, because it was away
+        when they were dropped. Between cycles."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _TIDY_EVERY_S
+        with self._database.read() as session:
+            forgotten = lease.forgotten_runs(session, self.slots, worker_id=self._worker_id)
+        for model_id, epoch in forgotten.items():
+            self._release(model_id, epoch)
 
     def _is_loaded(self, now: float) -> bool:
         """Whether the worker had work for most of the time since this was asked last."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from app.billing import meter
@@ -76,6 +76,6 @@ def used_by(by_run: Mapping[str, Sequence[Effect]], slots: Mapping[str, Slot]) -
     )
 
 
-def may_pass(error: SQLAlchemyError) -> bool:
-    """Whether the database refused a commit for a reason that lies in it, and not in what it was given."""
+def may_pass(error: Exception) -> bool:
+    """Whether the database refused something for a reason that lies in it, and not in what it was given."""
     return isinstance(error, OperationalError | InterfaceError | PoolTimeout)

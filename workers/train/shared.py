@@ -101,6 +101,10 @@ class SharedSnapshots:
         self._folders.trim(keep=waiting, idle_s=_IDLE_S)
 
 
+class NotStoredYet(BadSnapshot):
+    """A snapshot is on its way to the blob store, and has been for long."""
+
+
 class SnapshotReader:
     """Reads any snapshot for a train worker, with the shared folder or without."""
 
@@ -111,7 +115,7 @@ class SnapshotReader:
 
     def read(self, snapshot_id: str) -> dict[str, bytes]:
         """All files of a snapshot, checked. Waits for one that is on its way to the blob store, for a minute at most.
-        Raises BadSnapshot."""
+        Raises BadSnapshot, which may be NotStoredYet."""
         deadline = time.monotonic() + _STORED_WITHIN_S
         while True:
             held = self._folders.hold(snapshot_id) if self._folders is not None else None
@@ -123,7 +127,7 @@ class SnapshotReader:
             if not is_coming:
                 return snapshot_files.read(self._blobs, snapshot_id)
             if time.monotonic() >= deadline:
-                raise BadSnapshot("the checkpoint's files are not stored yet; try again later")
+                raise NotStoredYet("the checkpoint's files are not stored yet; try again later")
             time.sleep(_LOOK_AGAIN_S)
 
     @staticmethod

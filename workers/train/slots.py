@@ -49,9 +49,9 @@ class Slot:
 
     `saved_adapter` is the sampler snapshot of the weights at `saved_version`, shared by saves without a step between.
     `lag`: what was done since the last snapshot was taken; `unwritten`: what was done before that and is not covered by
-    one that is durable. `snapshot_cost_s`: seconds that the last one took. `held`: see the module of that name.
-    `since`: when it came; `last_used`: when its last work was done (monotonic seconds); `pause_s`: how long it usually
-    has none.
+    one that is durable. `snapshot_cost_s`: seconds that the last one took; `read_s`: those that reading one took, when
+    the run came. `held`: see the module of that name. `since`: when it came; `last_used`: when its last work was done
+    (monotonic seconds); `pause_s`: how long it usually has none.
     """
 
     run: Run
@@ -67,6 +67,7 @@ class Slot:
     unwritten: Lag = field(default_factory=Lag)
     snapshot_pending: bool = False
     snapshot_cost_s: float = 0.0
+    read_s: float = 0.0
     held: list[Effect] = field(default_factory=list)
     since: float = field(default_factory=time.monotonic)
     last_used: float = field(default_factory=time.monotonic)

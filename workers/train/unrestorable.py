@@ -26,6 +26,7 @@ from workers.snapshot_files import BadSnapshot
 from workers.train import lease, lease_events
 from workers.train.lease import Lease
 from workers.train.planner import MAX_CRASHES
+from workers.train.shared import NotStoredYet
 
 logger = structlog.get_logger(__name__)
 
@@ -37,7 +38,7 @@ def give_back(database: Database, granted: Lease, error: Exception, *, worker_id
     """Give a run back that could not be restored because of `error`; at the third time, fail what waits for it."""
     run = granted.run
     fence: dict[str, Any] = {"worker_id": worker_id, "model_id": run.id, "epoch": granted.epoch}
-    passing = isinstance(error, StorageUnavailable | DBAPIError | PoolTimeout)
+    passing = isinstance(error, StorageUnavailable | NotStoredYet | DBAPIError | PoolTimeout)
     FAILED_RECOVERIES.labels("passing" if passing else "lasting").inc()
     if passing:
         with database.write() as session:

@@ -15,9 +15,16 @@ NOW = time.monotonic()
 
 
 def slot(
-    name: str, *, idle_s: float = 0.0, pause_s: float | None = None, here_s: float = 0.0, cost_s: float = 0.0
+    name: str,
+    *,
+    idle_s: float = 0.0,
+    pause_s: float | None = None,
+    here_s: float = 0.0,
+    cost_s: float = 0.0,
+    read_s: float = 0.0,
 ) -> Slot:
-    times = {"last_used": NOW - idle_s, "since": NOW - here_s, "pause_s": pause_s, "snapshot_cost_s": cost_s}
+    times = {"last_used": NOW - idle_s, "since": NOW - here_s, "pause_s": pause_s}
+    times |= {"snapshot_cost_s": cost_s, "read_s": read_s}
     return Slot(run=Run(id=name), epoch=1, applied_seq=0, **times)  # type: ignore[arg-type]
 
 
@@ -50,8 +57,8 @@ def test_a_run_learns_how_long_its_client_pauses() -> None:
 
 def test_the_turn_of_a_run_is_as_long_as_swapping_it_is_dear() -> None:
     cheap, dear = slot("cheap", here_s=40), slot("dear", here_s=40, cost_s=5.0)
-    oldest, idle = slot("oldest", here_s=50), slot("idle", here_s=90)
-    slots, busy = [cheap, dear, oldest, idle], {"cheap", "dear", "oldest"}
+    oldest, idle, slow = slot("oldest", here_s=50), slot("idle", here_s=90), slot("slow to read", here_s=90, read_s=5.0)
+    slots, busy = [cheap, dear, oldest, idle, slow], {"cheap", "dear", "oldest", "slow to read"}
     found = placement.runs_that_had_their_turn(slots, busy, now=NOW, slice_s=30, cost_factor=20)
     assert names(found) == ["oldest", "cheap"]
 
