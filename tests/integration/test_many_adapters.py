@@ -14,6 +14,7 @@ import pytest
 import redis
 import torch
 
+from app.checkpoints.models import Snapshot
 from app.sampling.keys import claim_key
 from app.sampling.models import SamplingSession
 from app.settings import Settings
@@ -52,6 +53,7 @@ class World:
         settings = Settings(sample_claim_s=CLAIM_S)
         self.service = SampleService(worker_id="w1", pool=POOL, engine=engine, redis=server, settings=settings, **parts)
         self._session_id = api.session()
+        self._model_id = api.run()
         self._samplers: dict[str | None, str] = {}
 
     def adapter(self, seed: int) -> tuple[str, Adapter]:
@@ -80,7 +82,11 @@ class World:
         body = {"session_id": self._session_id, "sampling_session_seq_id": number, "base_model": "tiny"}
         identity = str(self.api.ok("create_sampling_session", body)["sampling_session_id"])
         with self.api.database.write() as session:
-            session.get_one(SamplingSession, identity).snapshot_id = snapshot_id
+            row = session.get_one(SamplingSession, identity)
+            row.snapshot_id = snapshot_id
+            if snapshot_id is not None:
+                facts = {"model_id": self._model_id, "seq_id": 0, "kind": "adapter", "size_bytes": 1}
+                session.add(Snapshot(id=snapshot_id, owner_id=row.owner_id, **facts))
         self._samplers[snapshot_id] = identity
         return identity
 

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def soak(folder: Path, *, seconds: float, warm_up_s: float) -> list[Finding]:
     """What was found of each process and each script. Raises RuntimeError if a process or a script ended early."""
     (folder / "data").mkdir()
-    with postgres_server() as postgres, redis_server(folder) as redis:
+    with postgres_server(vacuums=True) as postgres, redis_server(folder) as redis:
         running = Deployment(folder / "data", database_url=postgres.url(postgres.create()), redis_url=redis.url)
         running.environment |= SETTINGS
         scripts: dict[str, subprocess.Popen[bytes]] = {}

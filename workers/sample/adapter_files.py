@@ -61,7 +61,8 @@ class AdapterFiles:
                 break
         else:
             raise OSError(f"the adapter {snapshot_id} does not stay on the disk")
-        self._local.trim()
+        if self._local.is_trim_due:
+            self._local.trim()
         return held
 
     def _intact(self, snapshot_id: str) -> HeldFolder | None:

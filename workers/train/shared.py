@@ -96,6 +96,8 @@ class SharedSnapshots:
             held.close()
 
     def _trim(self) -> None:
+        if not self._folders.is_trim_due:
+            return
         with self._database.read() as session:
             waiting = uploads.waiting(session)
         self._folders.trim(keep=waiting, idle_s=_IDLE_S)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from workers import snapshot_folders
 from workers.snapshot_files import manifest_of
 from workers.snapshot_folders import SnapshotFolders
 
@@ -90,3 +91,20 @@ def test_what_a_dead_process_left_half_way_goes_in_time(tmp_path: Path) -> None:
     os.utime(tmp_path / ".new-old", (1000, 1000))
     folders.trim()
     assert names(tmp_path) == {".new-young"}
+
+
+def test_a_trim_is_due_when_the_folder_has_grown_by_much_or_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks through everything that is there, which must not happen with every snapshot."""
+    folders = SnapshotFolders(tmp_path, budget_bytes=1_000_000)
+    assert folders.is_trim_due
+    folders.trim()
+    folders.add("small", {"file": b"x" * 20_000})
+    assert not folders.is_trim_due
+    folders.add("another", {"file": b"x" * 20_000})
+    assert folders.is_trim_due
+    folders.trim()
+    assert not folders.is_trim_due
+    monkeypatch.setattr(snapshot_folders, "_TRIM_EVERY_S", -1.0)
+    assert folders.is_trim_due
