@@ -71,13 +71,17 @@ def take_step(
     prompts: Sequence[Sequence[int]],
     vocabulary: int,
     options: argparse.Namespace,
+    number: int,
 ) -> Step:
-    """Sample a group of sequences for every prompt, reward them, train on them once."""
+    """Sample a group of sequences for every prompt, reward them, train on them once. `number`: of the step."""
     recorded = options.loss == "stable_reinforce"
     sampling_client = training_client.save_weights_and_get_sampling_client(record_stability_info=recorded).result()
-    params = types.SamplingParams(max_tokens=options.tokens, stop=[])
+    # With seeds the same command samples the same again.
+    first = (options.seed * options.steps + number) * len(prompts)
+    params = [types.SamplingParams(max_tokens=options.tokens, stop=[], seed=first + i) for i in range(len(prompts))]
     samples = [
-        sampling_client.sample(types.ModelInput.from_ints(list(prompt)), options.group, params) for prompt in prompts
+        sampling_client.sample(types.ModelInput.from_ints(list(prompt)), options.group, of_prompt)
+        for prompt, of_prompt in zip(prompts, params, strict=True)
     ]
     data, rewards, sampled = [], [], []
     for prompt, sample in zip(prompts, samples, strict=True):
@@ -110,7 +114,7 @@ def learn(service_client: tinker.ServiceClient, options: argparse.Namespace) -> 
     prompts = [tokenizer.encode(question, add_special_tokens=False) for question in QUESTIONS]
     steps = []
     for number in range(1, options.steps + 1):
-        steps.append(take_step(training_client, prompts, len(tokenizer), options))
+        steps.append(take_step(training_client, prompts, len(tokenizer), options, number))
         console.print(f"step {number:3d}  reward {steps[-1].reward:.3f}  sampler/trainer gap {steps[-1].gap:.2e}")
     return steps
 

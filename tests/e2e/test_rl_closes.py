@@ -60,5 +60,5 @@ def test_thirty_steps_raise_the_reward(
     assert sum(rewards[:3]) / 3 == pytest.approx(0.25, abs=0.08)
     assert sum(rewards[-3:]) / 3 > 0.8, rewards
     assert max(step.gap for step in steps) < GAP
-    printed = re.findall(r"sampler/trainer gap ([\d.e-]+)", capsys.readouterr().out)
+    printed = re.findall(r"sampler/trainer gap ([\d.e+-]+)", capsys.readouterr().out)
     assert [float(gap) for gap in printed] == [pytest.approx(step.gap, rel=0.01) for step in steps]
