@@ -300,22 +300,18 @@ def test_a_sample_that_redis_lost_is_gone_and_can_be_sent_again(api: Api, sample
     assert api.ok("asample", sample(sampler))["request_id"] == request_id
 
 
+def sampler_of(run: Run, **columns: Any) -> SamplingSession:
+    """The row of the first sampling session of a run's session."""
+    columns |= {"owner_id": run.owner_id, "session_id": run.session_id, "seq_id": 0, "base_model": "tiny", "pool": POOL}
+    return SamplingSession(id=f"{run.session_id}:sample:0", **columns)
+
+
 def test_a_client_of_inflight_weights_samples_the_newest_at_its_submit(api: Api, desk: SampleDesk) -> None:
     model_id = api.run()
-    session_id = model_id.partition(":")[0]
     with api.database.write() as session:
         run = session.get_one(Run, model_id)
         run.sampler_snapshot_id = "old"
-        row = SamplingSession(
-            id=f"{session_id}:sample:0",
-            owner_id=run.owner_id,
-            session_id=session_id,
-            seq_id=0,
-            base_model="tiny",
-            pool=POOL,
-            snapshot_id="first",
-            follows_model_id=model_id,
-        )
+        row = sampler_of(run, snapshot_id="first", follows_model_id=model_id)
         session.add(row)
     seen = []
     for number, newest in enumerate(["old", "new"]):
@@ -328,20 +324,10 @@ def test_a_client_of_inflight_weights_samples_the_newest_at_its_submit(api: Api,
 
 def test_weights_that_are_sampled_from_are_kept_and_those_that_are_gone_are_told_as_such(api: Api) -> None:
     model_id = api.run()
-    session_id = model_id.partition(":")[0]
     with api.database.write() as session:
         run = session.get_one(Run, model_id)
         weights = Snapshot(id="a" * 32, owner_id=run.owner_id, model_id=run.id, seq_id=0, kind="adapter", size_bytes=1)
-        row = SamplingSession(
-            id=f"{session_id}:sample:0",
-            owner_id=run.owner_id,
-            session_id=session_id,
-            seq_id=0,
-            base_model="tiny",
-            pool=POOL,
-            snapshot_id=weights.id,
-            last_used_at=utc_now() - timedelta(hours=23),
-        )
+        row = sampler_of(run, snapshot_id=weights.id, last_used_at=utc_now() - timedelta(hours=23))
         session.add_all([weights, row])
     api.ok("asample", sample(row.id))
     with api.database.write() as session:

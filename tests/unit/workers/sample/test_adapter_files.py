@@ -121,3 +121,12 @@ def test_the_disk_keeps_within_its_budget_but_what_is_held_stays(tmp_path: Path)
     first.close()
     files.hold("b").close()
     assert {path.name for path in (tmp_path / "local").iterdir()} == {"b", "c"}
+
+
+def test_the_whole_disk_is_not_looked_through_with_every_adapter(disks: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
+    trims, trim = [], disks.local.trim
+    monkeypatch.setattr(disks.local, "trim", lambda: trims.append(trim()))
+    for name in "abcde":
+        snapshot_files.write(disks.blobs, name, FILES)
+        assert disks.read(name) == ADAPTER
+    assert len(trims) == 1
