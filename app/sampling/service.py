@@ -167,16 +167,16 @@ class SamplingService:
     async def _target(self, owner_id: str, identity: str) -> Target:
         target = self._targets.get(identity)
         if target is None:
-            target = await run_in_threadpool(self._load_target, identity)
+            target = await run_in_threadpool(self._load_target, owner_id, identity)
             self._targets.put(identity, target)
         if target.owner_id != owner_id:
             raise NotFound(f"sampling_session_id: there is no sampling session {identity!r}")
         return target
 
-    def _load_target(self, identity: str) -> Target:
+    def _load_target(self, owner_id: str, identity: str) -> Target:
         with self._database.read() as session:
             row = session.get(SamplingSession, identity)
-            if row is None:
+            if row is None or row.owner_id != owner_id:
                 raise NotFound(f"sampling_session_id: there is no sampling session {identity!r}")
             client = session.get_one(ClientSession, row.session_id)
             model = find_model(session, row.base_model)
