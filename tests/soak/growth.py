@@ -1,4 +1,4 @@
-"""Whether a series of measurements grows: its last third against its first."""
+"""Whether something grew: the last third of a series against its first, or a service that has run against a new one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ COUNT_BOUND = 0.05
 LATENCY_BOUND = 0.10
 _FLOOR = {"memory": 2.0, "files": 2.0, "connections": 2.0, "threads": 2.0, "keys": 16.0}
 """So much more is never growth: MiB of memory, and numbers of the rest."""
-_WINDOW_S = 60.0
+_MINUTE_S = 60.0
+
+Step = tuple[float, float]
+"""When a step of a script ended, and how long it took; seconds."""
+Window = tuple[float, float]
+"""Begin and end on the clock of steps; seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A value in the first and the last third, the largest change that counts as none, and the largest value."""
+    """A value before and after, the largest change that counts as none (None: it is only told), the largest value."""
 
     what: str
     first: float
     last: float
-    bound: float
+    bound: float | None
     largest: float
 
     @property
@@ -33,12 +38,12 @@ class Finding:
 
     @property
     def grew(self) -> bool:
-        """Whether the last third is above the first by more than the bound."""
-        return self.last - self.first > self.bound
+        """Whether the last is above the first by more than the bound."""
+        return self.bound is not None and self.last - self.first > self.bound
 
     def line(self) -> str:
         """For people."""
-        verdict = "GREW" if self.grew else "flat"
+        verdict = "told" if self.bound is None else "GREW" if self.grew else "flat"
         numbers = f"{self.first:9.1f} -> {self.last:9.1f}  {self.change:+6.1%}  (most {self.largest:.1f})"
         return f"{verdict}  {self.what:24s} {numbers}"
 
@@ -55,17 +60,35 @@ def judge(looks: Sequence[Look]) -> list[Finding]:
     return found
 
 
-def judge_latency(steps: Mapping[str, Sequence[tuple[float, float]]]) -> list[Finding]:
-    """One finding for each script, in milliseconds, from (when a step ended, how long it took), in seconds.
-
-    Each minute counts as its lower quartile, which what else a machine does raises least.
-    """
+def tell_latency(steps: Mapping[str, Sequence[Step]]) -> list[Finding]:
+    """One finding for each script, in milliseconds, from its steps over the whole time. It is no verdict: a machine
+    that is shared may itself become slower. Each minute counts as its lower quartile."""
     found = []
     for name, rows in steps.items():
-        minutes = [1e3 * lower_quartile(took) for took in _by_window(rows)]
+        minutes = [1e3 * lower_quartile(took) for took in _by_minute(rows)]
         first, last = _ends(minutes)
-        found.append(Finding(f"step of {name} (ms)", first, last, LATENCY_BOUND * first, max(minutes)))
+        found.append(Finding(f"step of {name} (ms)", first, last, None, max(minutes)))
     return found
+
+
+def judge_latency(rounds: Sequence[Mapping[str, tuple[Sequence[float], Sequence[float]]]]) -> list[Finding]:
+    """One finding for each script, in milliseconds: what its steps took with a new service, and with the old one.
+
+    In each round both did the same work on the same machine, one after the other: script → seconds of each step with
+    the old one, and with the new one. Rounds count as the ratio of their medians; of those the median is the verdict.
+    """
+    found = []
+    for name in rounds[0]:
+        pairs = [(median(old), median(new)) for old, new in (one[name] for one in rounds) if old and new]
+        ratio, first = median(old / new for old, new in pairs), 1e3 * median(new for _, new in pairs)
+        most = 1e3 * max(old for old, _ in pairs)
+        found.append(Finding(f"old/new step of {name}", first, ratio * first, LATENCY_BOUND * first, most))
+    return found
+
+
+def steps_within(steps: Sequence[Step], window: Window) -> list[float]:
+    """How long the steps took that began and ended in it."""
+    return [took for ended, took in steps if window[0] <= ended - took and ended <= window[1]]
 
 
 def _ends(series: Sequence[float]) -> tuple[float, float]:
@@ -82,8 +105,8 @@ def lower_quartile(values: Iterable[float]) -> float:
     return ordered[len(ordered) // 4]
 
 
-def _by_window(rows: Sequence[tuple[float, float]]) -> list[list[float]]:
-    windows: dict[int, list[float]] = {}
+def _by_minute(rows: Sequence[Step]) -> list[list[float]]:
+    minutes: dict[int, list[float]] = {}
     for at_s, took in rows:
-        windows.setdefault(int(at_s // _WINDOW_S), []).append(took)
-    return [windows[number] for number in sorted(windows)]
+        minutes.setdefault(int(at_s // _MINUTE_S), []).append(took)
+    return [minutes[number] for number in sorted(minutes)]

@@ -1,6 +1,7 @@
-"""What tenants do in a soak, each in a process of its own: `python -m tests.soak.tenants NAME BASE_URL FOLDER SECONDS`.
+"""What tenants do in a soak, each in a process of its own: `python -m tests.soak.tenants NAME BASE_URL FOLDER`,
+until it is killed.
 
-A line for each step, when it ended and how long it took, goes to FOLDER/NAME.steps.
+A line for each step, when it ended (on the machine's monotonic clock) and how long it took, goes to FOLDER/NAME.steps.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 os.environ["TINKER_TELEMETRY"] = "0"
 
@@ -26,18 +29,12 @@ _EVERY_S = {"steady": 0.25, "policy": 0.75, "newcomers": 5.0}
 
 
 class Clock:
-    """Says whether there is time left, when the next step begins, and keeps what steps took."""
+    """Says when the next step begins, and keeps what steps took."""
 
-    def __init__(self, file: Path, seconds: float, *, every_s: float) -> None:
+    def __init__(self, file: Path, *, every_s: float) -> None:
         self._file = file.open("w", buffering=1)
-        self._begin = self._next = time.monotonic()
-        self._seconds = seconds
+        self._next = time.monotonic()
         self._every_s = every_s
-
-    @property
-    def runs(self) -> bool:
-        """Whether there is time left."""
-        return time.monotonic() - self._begin < self._seconds
 
     def step(self, act: Callable[[], object]) -> None:
         """Wait for its time, do it, note it."""
@@ -46,7 +43,7 @@ class Clock:
         self._next = max(began, self._next + self._every_s)
         act()
         ended = time.monotonic()
-        self._file.write(f"{ended - self._begin:.2f} {ended - began:.5f}\n")
+        self._file.write(f"{ended:.3f} {ended - began:.5f}\n")
 
 
 def _advance(run: tinker.TrainingClient, data: list[types.Datum]) -> None:
@@ -56,15 +53,15 @@ def _advance(run: tinker.TrainingClient, data: list[types.Datum]) -> None:
     taken.result(WAIT_S)
 
 
-def steady(client: tinker.ServiceClient, clock: Clock) -> None:
+def steady(client: tinker.ServiceClient, clock: Clock) -> NoReturn:
     """One run that trains all the time."""
     run = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result(WAIT_S)
     data = batch(1, [64] * 8)
-    while clock.runs:
+    while True:
         clock.step(lambda: _advance(run, data))
 
 
-def policy(client: tinker.ServiceClient, clock: Clock) -> None:
+def policy(client: tinker.ServiceClient, clock: Clock) -> NoReturn:
     """One run whose new weights are sampled from again and again, each time by a sampler of its own."""
     run = client.create_lora_training_client(base_model=MODEL, rank=16, seed=2).result(WAIT_S)
     data = batch(2, [30, 50])
@@ -77,15 +74,15 @@ def policy(client: tinker.ServiceClient, clock: Clock) -> None:
         waiting = [sampler.sample(prompt, 2, params) for prompt in prompts]
         assert all(len(one.result(WAIT_S).sequences) == 2 for one in waiting)
 
-    while clock.runs:
+    while True:
         clock.step(turn)
 
 
-def newcomers(client: tinker.ServiceClient, clock: Clock) -> None:
+def newcomers(client: tinker.ServiceClient, clock: Clock) -> NoReturn:
     """Sessions that come and go, more of them than a worker has slots: each trains a run of its own, saves, makes a
     second run of what it saved, deletes its checkpoints, and leaves; every third one without a word."""
     base_url, turn = os.environ["TINKER_BASE_URL"], 0
-    while clock.runs:
+    while True:
         turn += 1
 
         def visit(turn: int = turn) -> None:
@@ -111,19 +108,22 @@ def newcomers(client: tinker.ServiceClient, clock: Clock) -> None:
         clock.step(visit)
 
 
-TENANTS: dict[str, Callable[[tinker.ServiceClient, Clock], None]] = {
+TENANTS: dict[str, Callable[[tinker.ServiceClient, Clock], NoReturn]] = {
     "steady": steady,
     "policy": policy,
     "newcomers": newcomers,
 }
 
 
-def main(name: str, base_url: str, folder: str, seconds: str) -> None:
+def main(name: str, base_url: str, folder: str) -> NoReturn:
     """Run one."""
     os.environ["TINKER_BASE_URL"] = base_url
     client = tinker.ServiceClient(base_url=base_url, api_key="tml-soak")
-    TENANTS[name](client, Clock(Path(folder) / f"{name}.steps", float(seconds), every_s=_EVERY_S[name]))
-    os._exit(0)  # the SDK's threads of sessions that went without a word would not end
+    try:
+        TENANTS[name](client, Clock(Path(folder) / f"{name}.steps", every_s=_EVERY_S[name]))
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)  # the SDK's threads of sessions that went without a word would not end
 
 
 if __name__ == "__main__":
