@@ -166,8 +166,10 @@ class Settings(BaseSettings):
         "for datums of smaller ones whose activations would take more than 2 GiB",
     )
     claim_interval_s: float = Field(1.0, gt=0, description="How often a train loop looks for work without a doorbell")
-    lease_s: float = Field(9.0, gt=0, description="A run's lease; renewed every third of it, taken over after it")
-    max_pass_s: float = Field(600.0, gt=0, description="A pass longer than this is taken for hung and ends its worker")
+    lease_s: float = Field(8.0, gt=0, description="A run's lease; renewed every third of it, taken over after it")
+    max_pass_s: float = Field(
+        600.0, gt=0, description="A pass or a restore longer than this is taken for hung and ends its worker"
+    )
     gap_timeout_s: float = Field(
         1200.0, gt=0, description="A sequence id missing for so long becomes a failed operation"
     )

@@ -1,10 +1,11 @@
-"""From the death of a train worker to its run's next step: `python bench/recovery.py [--kills 5] [--alone]`.
+"""From the death of a train worker to its run's next step: `python bench/recovery.py [--kills 5] [--runs 1] [--alone]`.
 
 A whole service with its default settings, on Postgres and Redis, and a script that steps without a pause. The worker
 that holds its run is killed (SIGKILL) at random moments; the time counts until the end of the first step that its
-client has begun after that. A second worker is there to take over, and a new one is started before the next kill. With
-`--alone` there is none, and the dead one is started again at once, as a supervisor would. In the end the worker is
-asked to stop (SIGTERM).
+client has begun after that, and until another worker has taken the run. A second worker is there to take over, and a
+new one is started before the next kill. With `--alone` there is none, and the dead one is started again at once, as a
+supervisor would. With `--runs` there are so many scripts, and each run of the dead worker counts. In the end the worker
+is asked to stop (SIGTERM).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -85,37 +88,77 @@ class Script:
         self._thread.join(LONGEST_S)
 
 
-def holder(running: Deployment, model_id: str) -> RoleProcess:
-    """The process that holds the run."""
-    with running.database.read() as session:
-        worker_id = session.scalar(select(Run.worker_id).where(Run.id == model_id))
-    assert worker_id is not None
-    return running.process_of(worker_id)
+class Leases:
+    """Who holds runs."""
+
+    def __init__(self, running: Deployment) -> None:
+        self._running = running
+
+    def held(self, scripts: Sequence[Script]) -> dict[str, tuple[str | None, int]]:
+        """Run → its worker and its epoch."""
+        ids = [script.model_id for script in scripts]
+        with self._running.database.read() as session:
+            rows = session.execute(select(Run.id, Run.worker_id, Run.epoch).where(Run.id.in_(ids)))
+            return {model_id: (worker_id, epoch) for model_id, worker_id, epoch in rows}
+
+    def taken_after(self, before: dict[str, tuple[str | None, int]], scripts: Sequence[Script]) -> list[float]:
+        """When each run had a new worker, as well as one can see."""
+        moments: dict[str, float] = {}
+
+        def all_taken() -> bool:
+            for model_id, (worker_id, epoch) in self.held(scripts).items():
+                if worker_id is not None and epoch > before[model_id][1]:
+                    moments.setdefault(model_id, time.monotonic())
+            return len(moments) == len(scripts)
+
+        wait_for(all_taken, LONGEST_S)
+        return list(moments.values())
 
 
-def disturb(running: Deployment, script: Script, how: str, draw: random.Random, *, workers: int) -> float:
-    """Let the script step for a while, end its worker, and return the seconds until its next step."""
+@dataclass(frozen=True)
+class Disturbance:
+    """Seconds from the end of a worker until another one had its runs, and until their next steps."""
+
+    taken: list[float]
+    stepped: list[float]
+
+
+def disturb(
+    running: Deployment, scripts: Sequence[Script], how: str, draw: random.Random, *, workers: int
+) -> Disturbance:
+    """Let the scripts step for a while, end the worker of the first one, and wait for the next steps of its runs."""
     running.scale(train=workers)
-    steps = len(script.steps)
-    wait_for(lambda: len(script.steps) >= steps + STEPS_BEFORE or script.error, LONGEST_S)
+    steps = [len(script.steps) for script in scripts]
+    enough = list(zip(scripts, steps, strict=True))
+    wait_for(lambda: all(len(one.steps) >= n + STEPS_BEFORE or one.error for one, n in enough), LONGEST_S)
     time.sleep(draw.uniform(0.0, 3.0))
-    process, moment = holder(running, script.model_id), time.monotonic()
+    leases = Leases(running)
+    before = leases.held(scripts)
+    dying = before[scripts[0].model_id][0]
+    assert dying is not None
+    struck = [script for script in scripts if before[script.model_id][0] == dying]
+    process, moment = running.process_of(dying), time.monotonic()
     if how == "SIGKILL":
         process.kill()
     else:
         process.terminate()
     if workers == 1:
         running.run("train")
-    took = script.first_step_after(moment) - moment
-    print(f"  {how}: {took:5.2f} s", flush=True)
+    taken = [at - moment for at in leases.taken_after(before, struck)]
+    stepped = [script.first_step_after(moment) - moment for script in struck]
+    print(
+        f"  {how}, {len(struck)} runs: taken after {max(taken):5.2f} s, next step after {max(stepped):5.2f} s",
+        flush=True,
+    )
     process.wait(60)
-    return took
+    return Disturbance(taken, stepped)
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--alone", action="store_true", help="one worker, started again at once")
     args = parser.parse_args()
@@ -131,16 +174,22 @@ def main() -> None:
                 for process in running.alive("sample"):  # it has no part in this
                     process.kill()
                 key = running.tinworks("keys", "create", "bench").strip()
-                script = Script(tinker.ServiceClient(base_url=running.base_url, api_key=key))
-                killed = [disturb(running, script, "SIGKILL", draw, workers=workers) for _ in range(args.kills)]
-                asked = disturb(running, script, "SIGTERM", draw, workers=workers)
-                script.stop()
-                took = [1e3 * (ended - began) for began, ended in script.steps]
+                client = tinker.ServiceClient(base_url=running.base_url, api_key=key)
+                scripts = [Script(client) for _ in range(args.runs)]
+                killed = [disturb(running, scripts, "SIGKILL", draw, workers=workers) for _ in range(args.kills)]
+                asked = disturb(running, scripts, "SIGTERM", draw, workers=workers)
+                for script in scripts:
+                    script.stop()
+                took = [1e3 * (ended - began) for script in scripts for began, ended in script.steps]
             finally:
                 running.close()
-    print(f"a step takes {np.median(took):.0f} ms; {len(took)} steps")
-    print(f"SIGKILL to the next step: p50 {np.median(killed):.2f} s, max {max(killed):.2f} s ({len(killed)} kills)")
-    print(f"SIGTERM to the next step: {asked:.2f} s")
+    print(f"a step takes {np.median(took):.0f} ms; {len(took)} steps of {args.runs} runs")
+    for what, seconds in (
+        ("until another worker has the run", [s for one in killed for s in one.taken]),
+        ("until the end of its next step", [s for one in killed for s in one.stepped]),
+    ):
+        print(f"SIGKILL {what}: p50 {np.median(seconds):.2f} s, max {max(seconds):.2f} s ({args.kills} kills)")
+    print(f"SIGTERM until the end of the next step: max {max(asked.stepped):.2f} s")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The thread that shows that a worker is alive, on a database connection of its own.
 
 It renews the worker's leases and its row, packs its metrics into that row, hears there whether the worker shall drain,
-and ends a process whose pass hangs.
+and ends a process whose train loop hangs or has died: it would keep its runs for ever.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from sqlalchemy.orm import Session
 from app import alive
 from app.db import Database
 from app.fleet import service as fleet
+from app.fleet.service import STOPPING
 from app.settings import Settings
 from app.telemetry.exposition import pack
 from workers import metrics
 from workers.train import lease
 from workers.train.loop import TrainLoop
+from workers.train.progress import IDLE
 
 logger = structlog.get_logger(__name__)
 
@@ -66,12 +68,14 @@ class Presence:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and delete the worker's row: it leaves on purpose."""
+        """Stop, give back what the worker still holds, and delete its row: it leaves on purpose."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_TIMEOUT_S)
         try:
             with self._database.write() as session:
+                if self._worker.train:
+                    lease.release_all(session, worker_id=self._worker.worker_id)
                 fleet.remove_worker(session, self._worker.worker_id)
         except SQLAlchemyError as error:
             logger.warning("worker_not_removed", error=type(error).__name__)
@@ -90,10 +94,16 @@ class Presence:
                 logger.error("presence_failed", exc_info=error)
 
     def _end_if_hung(self) -> None:
-        progress = self._worker.train.progress if self._worker.train else None
-        if progress and progress.phase == "pass" and time.monotonic() - progress.since > self._settings.max_pass_s:
-            logger.error("pass_hung", seconds=self._settings.max_pass_s)
-            os._exit(HUNG_EXIT_CODE)
+        if (train := self._worker.train) is None:
+            return
+        phase, since, most_s = train.progress.phase, train.progress.since, self._settings.max_pass_s
+        if phase != IDLE and phase != STOPPING and time.monotonic() - since > most_s:
+            logger.error("train_loop_hung", phase=phase, seconds=most_s)
+        elif train.has_died:
+            logger.error("train_loop_died", phase=phase)
+        else:
+            return
+        os._exit(HUNG_EXIT_CODE)
 
     def beat(self) -> None:
         """Show once that the worker lives, and tell it whether it shall drain. Raises SQLAlchemyError."""

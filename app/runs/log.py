@@ -140,7 +140,8 @@ def unload(session: Session, model_id: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An operation as the planner sees it. `small_body`: its body, if that is so small that it came along."""
+    """An operation as the planner sees it. `small_body`: its body, if that is so small that it came along. `pass_id`:
+    the pass that has computed it."""
 
     model_id: str
     seq_id: int
@@ -149,6 +150,7 @@ class Ready:
     tokens: int
     body_bytes: int
     small_body: bytes | None = field(default=None, compare=False, repr=False)
+    pass_id: int | None = field(default=None, compare=False)
 
     @property
     def request_id(self) -> str:
@@ -165,6 +167,7 @@ _READY = (
     Operation.tokens,
     Operation.body_bytes,
     case((Operation.body_bytes <= _SMALL_BODY_BYTES, Operation.body)),
+    Operation.pass_id,
 )
 """The columns of `Ready`, in its order."""
 
@@ -254,16 +257,21 @@ def load_bodies(session: Session, blobs: BlobStore, operations: Iterable[Ready])
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What became of an operation: a result (`kind` `proto` or `json`), or a failure."""
+    """What became of an operation: a result (`kind` `proto` or `json`), or a failure. `pass_id`: operations with the
+    same one were computed together."""
 
     model_id: str
     seq_id: int
     result: Payload | None = None
     result_kind: str | None = None
     failure: Failure | None = None
+    pass_id: int | None = None
 
 
-_FINISHED_COLUMNS = ("finished_at", "state", "error", "error_category", "result", "result_blob", "result_kind")
+_FINISHED_COLUMNS = (
+    *("finished_at", "state", "error", "error_category"),
+    *("result", "result_blob", "result_kind", "pass_id"),
+)
 _FINISH = (
     update(_operations)
     .where(_operations.c.request_id == bindparam("its_request_id"), _operations.c.state == ACCEPTED)
@@ -284,6 +292,7 @@ def finish(session: Session, outcomes: Iterable[Finished]) -> None:
             "result": outcome.result.inline if outcome.result else None,
             "result_blob": outcome.result.blob if outcome.result else None,
             "result_kind": outcome.result_kind,
+            "pass_id": outcome.pass_id,
         }
         for outcome in outcomes
     ]

@@ -18,7 +18,8 @@ class Run(Base):
     """One adapter in training (the SDK's model). Operations up to `applied_seq` have taken effect; operation 0 creates
     the run, so a fresh one stands at -1. `epoch` fences every commit of the worker that holds the lease. One that is
     `copied_from` a checkpoint (or from where an adapter was imported) only holds the copy, and is never trained.
-    `closed_at`: when nothing of it was left but its checkpoints (`app.sessions.endings`)."""
+    `closed_at`: when nothing of it was left but its checkpoints (`app.sessions.endings`). `crash_count`: workers that
+    died while the run stood at `crash_seq`; from the second on only if it was on trial there: `tried_seq`."""
 
     __tablename__ = "runs"
     __table_args__ = (
@@ -61,10 +62,12 @@ class Run(Base):
     sampler_snapshot_id: Mapped[str | None] = mapped_column(String(64))
     copied_from: Mapped[str | None] = mapped_column(String(500))
     closed_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    tried_seq: Mapped[int | None] = mapped_column(Integer)
 
 
 class Operation(Base):
-    """One request in a run's log. Its primary key is the idempotency key; rows outlive their bodies and results."""
+    """One request in a run's log. Its primary key is the idempotency key; rows outlive their bodies and results.
+    `pass_id`: those with the same one were computed in one pass, and are computed so again when runs are restored."""
 
     __tablename__ = "operations"
     __table_args__ = (
@@ -118,3 +121,4 @@ class Operation(Base):
     error_category: Mapped[str | None] = mapped_column(String(16))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=utc_now)
     finished_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    pass_id: Mapped[int | None] = mapped_column(BigInteger)

@@ -21,6 +21,11 @@ POINTS = {
     "claim: which are free": "workers.train.lease.free_runs",
     "claim: take the leases": "workers.train.lease.take",
     "claim: rebuild the state": "workers.train.residency.restore",
+    # restore, and what is noted of runs at which a worker has died
+    "restore: read the snapshot": "workers.train.snapshots.read_state",
+    "restore: which operations": "app.runs.log.applied_operations",
+    "restore: repeat them": "workers.train.recovery.Replay.run",
+    "restore: note a trial": "workers.train.lease.try_",
     # plan
     "plan: what is ready": "app.runs.log.ready_operations",
     "plan": "workers.train.loop.plan",
@@ -47,6 +52,9 @@ POINTS = {
     "commit: note it in memory": "workers.train.commits.Committer._moved",
     # notify
     "notify": "workers.train.commits.Committer._notify",
+    # leaving
+    "evict: save and give back": "workers.train.residency.Residents.evict",
+    "evict: give the lease back": "workers.train.lease.release",
     # recovery snapshots
     "snapshot: is it due": "workers.train.residency.Residents.snapshot_where_due",
     "snapshot: copy to the host": "workers.train.snapshots.copy_state",

@@ -49,6 +49,8 @@ SCRIPT: Sequence[Callable[[Client], object]] = (
     lambda client: client.send(random_data(7)),
 )
 """One request at a time, so that passes have the same shapes whoever computes them. The last gradient is pending."""
+REPLACED, HANDED_OVER = 8, 12
+"""Before the first one another worker takes over, without a warning; after the second one the run leaves its slot."""
 REFUSED = 3
 """The sequence id of the one that fails on arrival."""
 
@@ -119,12 +121,17 @@ def perform(lab: Lab, points: Points, fatal: tuple[str, When, int] | None) -> tu
     if fatal:
         points.arm(*fatal)
     died = False
-    for act in (lambda client: None, *SCRIPT):
+    for number, act in enumerate((lambda client: None, *SCRIPT)):
         act(client)
+        if number == REPLACED:
+            bury(lab, loop)
+            loop = lab.worker()
         while True:
             try:
                 lab.work(loop)
                 lab.write_snapshots(loop)
+                if number == HANDED_OVER:
+                    loop.hand_over()
             except Killed:
                 assert points.dead
             if not points.dead:

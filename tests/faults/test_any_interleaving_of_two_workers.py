@@ -196,7 +196,7 @@ class LogAndLease(RuleBasedStateMachine):
 
     @rule(worker=WORKERS, run=RUNS)
     def snapshot(self, worker: int, run: int) -> None:
-        """A recovery snapshot is written, also by a worker that is paused or has lost the run."""
+        """A recovery snapshot is written, also by a worker that has lost the run."""
         slot = self.workers[worker].loop._slots.get(self.clients[run].model_id)
         if slot is not None and slot.state is not None and self._awake(worker):
             self.workers[worker].loop._writer.write_now(slot)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy.orm import Session
@@ -11,10 +14,12 @@ from sqlalchemy.orm import Session
 from app.fleet.models import Worker
 from app.fleet.overview import seen_workers
 from app.fleet.service import register_worker, set_draining
+from app.runs.log import DONE
 from tests import factories
 from tests.services import wait_for
-from tests.unit.workers.train.train_lab import Lab, assert_close, residents, state_of
-from workers.presence import Presence
+from tests.unit.workers.train.train_lab import Client, Lab, assert_close, residents, state_of
+from workers.model.forward import Outcome, Work
+from workers.presence import HUNG_EXIT_CODE, Presence
 from workers.train.loop import TrainLoop
 
 
@@ -174,3 +179,92 @@ def test_a_lease_is_renewed_whatever_becomes_of_the_metrics(lab: Lab, monkeypatc
         assert tries[2] > tries[1] > 0
     finally:
         presence.stop()
+
+
+# -- a worker that is stopped, or whose loop hangs or dies
+
+
+def held_in_a_pass(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> tuple[TrainLoop, Client, threading.Event, int]:
+    """A running loop that is in the middle of a pass, until the event."""
+    loop, client, go_on, reached = lab.worker(), lab.client(), threading.Event(), threading.Event()
+    lab.work(loop)
+    real = loop._engine.run_pass
+
+    def waiting(works: Sequence[Work]) -> list[Outcome]:
+        reached.set()
+        assert go_on.wait(60)
+        return real(works)
+
+    monkeypatch.setattr(loop._engine, "run_pass", waiting)
+    number = client.forward_backward(1)
+    loop._thread.start()
+    assert reached.wait(30)
+    return loop, client, go_on, number
+
+
+def test_a_worker_that_is_stopped_in_a_long_pass_gives_its_runs_back_and_that_is_no_crash(
+    each_lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = each_lab
+    loop, client, go_on, number = held_in_a_pass(lab, monkeypatch)
+    _, presence = presence_of(lab, loop)
+    began = time.monotonic()
+    loop.stop(0.2)
+    presence.stop()
+    assert time.monotonic() - began < 5
+    assert client.row.worker_id is None and client.row.crash_count == 0
+    other = lab.worker()
+    lab.work(other)
+    told = client.operation(number)
+    assert told.state == DONE and client.row.crash_count == 0
+    go_on.set()
+    loop._thread.join(30)
+    assert client.row.worker_id == other._worker_id and client.operation(number).finished_at == told.finished_at
+    client.optim_step()
+    lab.work(other)
+    assert_close(state_of(other, client), client.alone)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit codes with which the process would have ended."""
+    codes: list[int] = []
+    monkeypatch.setattr("workers.presence.os._exit", codes.append)
+    return codes
+
+
+@pytest.mark.parametrize("phase", ["claim", "restore", "pass", "commit", "notify"])
+def test_a_loop_that_hangs_ends_its_process(lab: Lab, ends: list[int], phase: str) -> None:
+    loop = lab.worker(max_pass_s=0.05)
+    presence = Presence(Shown(lab, loop), lab.settings.model_copy(update={"max_pass_s": 0.05}))
+    with loop.progress.during(phase):
+        presence._end_if_hung()
+        assert ends == []
+        time.sleep(0.1)
+        loop.progress.moves()
+        presence._end_if_hung()
+        assert ends == []
+        time.sleep(0.1)
+        presence._end_if_hung()
+        assert ends == [HUNG_EXIT_CODE]
+    time.sleep(0.1)
+    presence._end_if_hung()
+    assert len(ends) == 1
+    presence.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_loop_that_has_died_ends_its_process(lab: Lab, ends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = lab.worker(claim_interval_s=0.01)
+    _, presence = presence_of(lab, loop)
+    presence._end_if_hung()
+    assert ends == []
+    monkeypatch.setattr(loop, "cycle", Mock(side_effect=KeyboardInterrupt))
+    loop._thread.start()
+    loop._thread.join(30)
+    presence._end_if_hung()
+    assert ends == [HUNG_EXIT_CODE]
+    loop.stop(1)
+    presence._end_if_hung()
+    assert len(ends) == 1
+    presence.stop()

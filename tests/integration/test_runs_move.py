@@ -94,6 +94,18 @@ def test_a_forgotten_run_is_taken_again_whatever_others_have_to_do(lab: Lab) -> 
     assert two.row.applied_seq == 2
 
 
+def test_a_run_whose_worker_has_died_is_taken_at_once_whatever_others_have_to_do(lab: Lab) -> None:
+    busy, (one,) = loaded(lab)
+    dead, theirs = lab.worker(), lab.client(rank=2)
+    lab.work(dead)
+    lab.kill(dead)
+    lab.worker()
+    one.train(2)
+    theirs.train(1)
+    lab.work(busy)
+    assert theirs.row.applied_seq == 2 and theirs.row.worker_id == busy._worker_id
+
+
 def test_idle_runs_move_from_a_loaded_worker_and_their_clients_notice_nothing(each_lab: Lab) -> None:
     lab = each_lab
     busy, clients = loaded(lab, runs=4)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
 
@@ -22,7 +25,10 @@ from tests.unit.workers.train.train_lab import (
     state_of,
 )
 from workers.model.lora import Adapter
+from workers.train.lease import Lease
 from workers.train.loop import TrainLoop
+from workers.train.planner import MAX_CRASHES
+from workers.train.recovery import restore
 
 
 def crashes(client: Client) -> int:
@@ -84,10 +90,11 @@ def die(lab: Lab, loop: TrainLoop) -> None:
 
 def test_deaths_of_workers_are_counted_the_same_way(each_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab = each_lab
-    first, sick, healthy = lab.worker(), lab.client(rank=2), lab.client(rank=3)
+    first, sick, healthy = lab.worker(snapshot_operations=2), lab.client(rank=2), lab.client(rank=3)
     sick.train(1)
     healthy.train(1)
     lab.work(first)
+    lab.write_snapshots(first)
     bad = sick.send(random_data(1))
     good, step = sick.forward_backward(2), sick.optim_step()
     _, healthy_step = healthy.train(2)
@@ -240,3 +247,156 @@ def test_results_that_the_database_never_takes_harm_nobody_else(each_lab: Lab, m
     assert sick.operation(good).state == DONE and sick.metrics(step)["failed_operations"] == 1
     for client in (sick, healthy):
         assert_close(state_of(loop, client), client.alone)
+
+
+# -- all runs of a dead worker come back at once
+
+
+def test_all_runs_of_a_dead_worker_come_back_together_and_are_tried_one_by_one(
+    each_lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = each_lab
+    first, clients = lab.worker(), [lab.client(rank=rank, seed=rank) for rank in (2, 3, 4, 5)]
+    lab.work(first)
+    for client in clients:
+        client.train(1)
+    lab.kill(first)
+    second = lab.worker()
+    assert second.cycle()
+    assert residents(second) == {client.model_id for client in clients}
+    tried = [client for client in clients if client.row.tried_seq is not None]
+    assert len(tried) == 1 and tried[0].row.applied_seq == 1
+    assert [crashes(client) for client in clients if client is not tried[0]] == [1, 1, 1]
+    lab.work(second)
+    for client in clients:
+        assert client.row.applied_seq == 2 and crashes(client) == 0
+        assert_close(state_of(second, client), client.alone)
+
+
+def test_a_death_counts_against_the_one_that_was_tried(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, sick = lab.worker(), lab.client(rank=2)
+    others = [lab.client(rank=rank) for rank in (3, 4, 5)]
+    for client in (sick, *others):
+        client.train(1)
+    lab.work(first)
+    for slot in first._slots.values():
+        first._writer.write_now(slot)
+    bad = sick.send(random_data(1))
+    for client in others:
+        client.train(2)
+    with monkeypatch.context() as patch:
+        break_passes(patch, sick, Killed())
+        die(lab, first)
+        most = [0] * len(others)
+        for _ in range(MAX_CRASHES - 1):
+            die(lab, lab.worker())
+            most = [max(m, crashes(client)) for m, client in zip(most, others, strict=True)]
+    assert max(most) <= 1
+    last = lab.worker()
+    lab.work(last)
+    assert sick.error(bad)[0] == "server"
+    for client in others:
+        assert client.row.applied_seq == 4
+        if client.model_id not in residents(last):
+            lab.restore(last, client)
+        assert_close(state_of(last, client), client.alone)
+
+
+# -- a restore that takes its worker with it
+
+
+def break_restores(patch: pytest.MonkeyPatch, sick: Client) -> list[set[str]]:
+    """The worker dies of a restore of this run. Returns which runs it was to restore, each time."""
+    asked: list[set[str]] = []
+
+    def restoring(granted: Sequence[Lease], *args: Any) -> Any:
+        asked.append({one.run.id for one in granted})
+        if sick.model_id in asked[-1]:
+            raise Killed
+        return restore(granted, *args)
+
+    patch.setattr("workers.train.residency.restore", restoring)
+    return asked
+
+
+def test_a_restore_that_kills_its_workers_is_given_up_without_another_try(
+    each_lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = each_lab
+    first, sick, healthy = lab.worker(), lab.client(rank=2), lab.client(rank=3)
+    for client in (sick, healthy):
+        client.train(1)
+    lab.work(first)
+    lab.kill(first)
+    waiting = [sick.forward_backward(2), sick.optim_step()]
+    healthy.train(2)
+    with monkeypatch.context() as patch:
+        asked = break_restores(patch, sick)
+        for _ in range(MAX_CRASHES):
+            die(lab, lab.worker())
+        last = lab.worker()
+        for _ in range(3):  # a loop sleeps after a turn in which it could do nothing
+            lab.work(last)
+        assert [len(some) for some in asked if sick.model_id in some] == [2, 1, 1]
+        for number in waiting:
+            category, error = sick.error(number)
+            assert category == "server"
+            assert "the run's state cannot be rebuilt: each worker that tried has ended with it" in error
+        assert sick.row.worker_id is None and healthy.row.applied_seq == 4
+        if healthy.model_id not in residents(last):
+            lab.restore(last, healthy)
+        assert_close(state_of(last, healthy), healthy.alone)
+        later = sick.optim_step()
+        for loop in (last, lab.worker()):  # it is tried twice more
+            die(lab, loop)
+        lab.work(lab.worker())
+        assert sick.error(later)[0] == "server"
+    good = sick.forward_backward(3)
+    lab.work(lab.worker())
+    assert sick.output(good)
+
+
+def test_a_run_that_has_no_room_beside_others_waits_until_there_is_some(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.train.residency._NO_MEMORY_S", 0.0)
+    first, large = lab.worker(), lab.client(rank=2)
+    large.train(1)
+    lab.work(first)
+    lab.kill(first)
+    second, others = lab.worker(), [lab.client(rank=rank) for rank in (3, 4)]
+    for client in others:
+        client.train(1)
+    lab.work(second)
+    _, step = large.train(2)
+
+    def tight(granted: Sequence[Lease], *args: Any) -> Any:
+        if second._slots and large.model_id in {one.run.id for one in granted}:
+            error = RuntimeError("operation 1: the worker has no memory left")
+            error.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return {large.model_id: error}
+        return restore(granted, *args)
+
+    monkeypatch.setattr("workers.train.residency.restore", tight)
+    for _ in range(6):
+        lab.work(second)
+        assert crashes(large) <= 1
+    assert large.operation(step).state == DONE
+    assert residents(second) == {large.model_id}
+    for client in others:
+        client.optim_step()
+        assert client.row.worker_id is None
+
+
+def test_a_run_that_has_no_room_though_it_is_alone_fails(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, large = lab.worker(), lab.client(rank=2)
+    large.train(1)
+    lab.work(first)
+    first.hand_over()
+    step = large.optim_step()
+    nothing = Mock(side_effect=lambda granted, *_: {one.run.id: MemoryError() for one in granted})
+    monkeypatch.setattr("workers.train.residency.restore", nothing)
+    for _ in range(MAX_CRASHES + 1):
+        lab.work(first)
+    assert nothing.call_count == MAX_CRASHES
+    assert "cannot be repeated (MemoryError" in large.error(step)[1]

@@ -30,7 +30,8 @@ class Effect:
     finishes it; `then` is called after it.
 
     `write`: its files on their way to where readers find them; until that is done it is not committed (`held`).
-    `seconds`: its part of the time that computing took.
+    `seconds`: its part of the time that computing took. `error`: what the failure was made of, if it was one.
+    `pass_id`: the pass that has computed it, as nobody else's is called.
     """
 
     operation: Ready
@@ -43,6 +44,12 @@ class Effect:
     write: Future[Any] | None = None
     then: list[Callable[[], None]] = field(default_factory=list)
     seconds: float = 0.0
+    error: Exception | None = None
+    pass_id: int | None = None
+
+    def fail(self, error: Exception) -> None:
+        """The operation has failed, of this."""
+        self.failure, self.error = failure_of(self.operation, error), error
 
 
 def share_time(effects: Sequence[Effect], *, since: float) -> Sequence[Effect]:

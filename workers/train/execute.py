@@ -6,6 +6,7 @@ transaction as the run's new position. Replay uses the same functions and throws
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from workers.model.engine import Engine
 from workers.model.forward import Work
 from workers.model.optim import fresh_state
 from workers.train import snapshots, steps
-from workers.train.effects import Bodies, Effect, failure_of, state_of
+from workers.train.effects import Bodies, Effect, state_of
 from workers.train.planner import MAX_CRASHES, STEP_KIND
 from workers.train.results import may_pass
 from workers.train.saves import Saver
@@ -52,18 +53,19 @@ class Executor:
             try:
                 works.append((effect, self._work(operation, slots[operation.model_id], bodies)))
             except Exception as error:
-                effect.failure = failure_of(operation, error)
-        outcomes = self._engine.run_pass([work for _, work in works])
+                effect.fail(error)
+        outcomes, pass_id = self._engine.run_pass([work for _, work in works]), time.time_ns()
         for (effect, work), outcome in zip(works, outcomes, strict=True):
             if isinstance(outcome, ForwardBackwardOutput):
                 effect.result, effect.result_kind = encode_output(outcome), "proto"
                 effect.usage["training"] = effect.operation.tokens
+                effect.pass_id = pass_id
                 if work.backward:
                     counters = state_of(slots[effect.operation.model_id]).counters
                     counters.summed += 1
                     counters.tokens += effect.operation.tokens
             else:
-                effect.failure = failure_of(effect.operation, outcome)
+                effect.fail(outcome)
         for effect in effects:
             if effect.failure is not None or effect.operation.state == FAILED:
                 consume_failed(effect.operation, slots[effect.operation.model_id])
@@ -114,7 +116,7 @@ class Executor:
         except Exception as error:
             if may_pass(error) or (replay and isinstance(error, StorageUnavailable | NotStoredYet)):
                 raise
-            effect.failure = failure_of(operation, error)
+            effect.fail(error)
             if operation.seq_id == 0:
                 effect.run_values["failed"] = True
         return effect

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import wait
 
 from app.runs.log import Ready
-from workers.train.effects import Effect, failure_of
+from workers.train.effects import Effect
 from workers.train.planner import is_control
 from workers.train.results import may_pass
 from workers.train.slots import Slot
@@ -80,6 +80,7 @@ def _settle(effect: Effect, slot: Slot) -> None:
         return
     if not isinstance(error, Exception) or may_pass(error):
         raise error
-    effect.result, effect.failure = None, failure_of(effect.operation, error)
+    effect.fail(error)
+    effect.result = None
     effect.rows, effect.run_values, effect.usage, effect.then = [], {}, {}, []
     slot.saved_adapter, slot.saved_version = None, -1

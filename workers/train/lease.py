@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sqlalchemy import ColumnElement, Table, bindparam, case, exists, or_, select, update
+from sqlalchemy import ColumnElement, Table, and_, bindparam, case, exists, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.db import database_clock
@@ -30,7 +30,8 @@ class Lease:
 
 def take(session: Session, *, worker_id: str, lease_s: float, model_ids: Iterable[str]) -> list[Lease]:
     """Take the runs that nobody holds, or that this worker holds and has forgotten. A holder whose lease has run out
-    counts as dead, and its death as a crash.
+    counts as dead, and its death as a crash of each run that it held; of one at which a worker has died before, only if
+    that run was on trial. Those are on trial now (`try_`).
     """
     taken = []
     for model_id in sorted(model_ids):
@@ -43,9 +44,11 @@ def take(session: Session, *, worker_id: str, lease_s: float, model_ids: Iterabl
                 lease_expires_at=database_clock() + lease_s,
                 crash_count=case(
                     (or_(Run.worker_id.is_(None), Run.worker_id == worker_id), Run.crash_count),
-                    (Run.crash_seq == Run.applied_seq, Run.crash_count + 1),
+                    (and_(Run.crash_seq == Run.applied_seq, Run.tried_seq == Run.applied_seq), Run.crash_count + 1),
+                    (Run.crash_seq == Run.applied_seq, Run.crash_count),
                     else_=1,
                 ),
+                tried_seq=Run.applied_seq,
                 crash_seq=case(
                     (or_(Run.worker_id.is_(None), Run.worker_id == worker_id), Run.crash_seq), else_=Run.applied_seq
                 ),
@@ -56,6 +59,12 @@ def take(session: Session, *, worker_id: str, lease_s: float, model_ids: Iterabl
             crashes = run.crash_count if run.crash_seq == run.applied_seq else 0
             taken.append(Lease(run, run.epoch, crashes))
     return taken
+
+
+def try_(session: Session, *, worker_id: str, model_id: str, epoch: int, begins: bool) -> bool:
+    """Note that the trial of a run at which workers have died begins, or is over: its state is rebuilt, or its next
+    operation computed, and if this worker dies of it, that counts. False if the lease is lost."""
+    return _changed(session, _fenced(worker_id, model_id, epoch).values(tried_seq=Run.applied_seq if begins else None))
 
 
 def renew(session: Session, *, worker_id: str, lease_s: float) -> int:
@@ -72,6 +81,13 @@ def renew(session: Session, *, worker_id: str, lease_s: float) -> int:
 def release(session: Session, *, worker_id: str, model_id: str, epoch: int) -> bool:
     """Give a run back, so that any worker may take it at once. False if it was lost already."""
     return _changed(session, _fenced(worker_id, model_id, epoch).values(worker_id=None, lease_expires_at=None))
+
+
+def release_all(session: Session, *, worker_id: str) -> int:
+    """Give all runs of a worker back that ends while it still computes: what it has not committed by then it never
+    will. Returns how many there were."""
+    mine = update(Run).where(Run.worker_id == worker_id).values(worker_id=None, lease_expires_at=None)
+    return session.execute(mine).rowcount  # type: ignore[attr-defined, no-any-return]
 
 
 _runs = cast(Table, Run.__table__)
@@ -115,9 +131,9 @@ def free_runs(session: Session, model_ids: Iterable[str], *, worker_id: str) -> 
     return set(session.scalars(select(Run.id).where(Run.id.in_(list(model_ids)), _is_free(worker_id))))
 
 
-def held_runs(session: Session, model_ids: Iterable[str], *, worker_id: str) -> set[str]:
-    """Those of the runs that are this worker's."""
-    return set(session.scalars(select(Run.id).where(Run.id.in_(list(model_ids)), Run.worker_id == worker_id)))
+def runs_with_a_holder(session: Session, model_ids: Iterable[str]) -> set[str]:
+    """Those of the runs that are a worker's, even if its lease has run out."""
+    return set(session.scalars(select(Run.id).where(Run.id.in_(list(model_ids)), Run.worker_id.is_not(None))))
 
 
 def forgotten_runs(session: Session, kept: Iterable[str], *, worker_id: str) -> dict[str, int]:

@@ -141,15 +141,23 @@ class TrainLoop:
             sum(lag.seconds for lag in lags),
         )
 
+    @property
+    def has_died(self) -> bool:
+        """Whether the thread has ended though nobody wanted it."""
+        return self._thread.ident is not None and not self._thread.is_alive() and not self._stopping.is_set()
+
     def stop(self, timeout_s: float) -> None:
-        """Finish the running cycle, snapshot what changed, give all leases back."""
+        """Finish the running cycle, snapshot what changed, give all leases back, as far as there is time for it. What
+        is not finished by then is not worth waiting for: `lease.release_all` gives it to others."""
+        deadline = time.monotonic() + timeout_s
         self._stopping.set()
         self._bell.set()
         self._thread.join(timeout_s)
-        self._saver.stop(timeout_s)
-        self._writer.stop(timeout_s)
-        if self._shared is not None:
-            self._shared.stop(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("stopped_in_a_cycle", worker_id=self._worker_id, phase=self.progress.phase)
+        for part in (self._saver, self._writer, self._shared):
+            if part is not None:
+                part.stop(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         use_threads(self._threads)
@@ -214,6 +222,7 @@ class TrainLoop:
         if bodies is None:
             self._residents.crashed({operation.model_id for operation in planned.operations})
             return True
+        self._residents.begin_trials(operation.model_id for operation in planned.operations)
         try:
             with self.progress.during("pass"):
                 effects = self._execute(planned, bodies)

@@ -9,16 +9,22 @@ from dataclasses import dataclass
 
 from workers.metrics import phase_seconds
 
+IDLE = "idle"
+
 
 @dataclass(slots=True)
 class Progress:
     """The phase, since when (monotonic seconds), and what waits. `waited_s`: for how long in all there was no work."""
 
-    phase: str = "idle"
+    phase: str = IDLE
     since: float = 0.0
     resident_runs: int = 0
     queued_tokens: int = 0
     waited_s: float = 0.0
+
+    def moves(self) -> None:
+        """The phase takes long, but goes on."""
+        self.since = time.monotonic()
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:

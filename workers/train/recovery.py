@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -20,7 +21,7 @@ from app.checkpoints.models import Checkpoint, Snapshot
 from app.checkpoints.service import snapshot_folder
 from app.db import Database
 from app.runs import log
-from app.runs.log import FAILED, Ready
+from app.runs.log import Ready
 from app.storage.blobs import BlobStore
 from workers.metrics import REPLAYED, REPLAYED_SECONDS, SNAPSHOT_SECONDS, SNAPSHOTS
 from workers.model.base import BaseModel
@@ -28,68 +29,59 @@ from workers.model.engine import Engine
 from workers.spool import Spool
 from workers.train import lease, snapshots
 from workers.train.bounds import Lag
-from workers.train.execute import Executor, consume_failed
+from workers.train.execute import Executor
 from workers.train.lease import Lease
-from workers.train.planner import PASS_KINDS, STEP_KIND
+from workers.train.replay import Replay
 from workers.train.slots import Slot
 from workers.train.snapshots import StateCopy
 
 logger = structlog.get_logger(__name__)
 
 
-class CannotReplay(RuntimeError):
-    """An operation that had succeeded failed when it was repeated."""
+def restore(
+    granted: Sequence[Lease], executor: Executor, database: Database, blobs: BlobStore, base: BaseModel
+) -> dict[str, Slot | Exception]:
+    """The slots of runs as they stand at `applied_seq`, by their ids: their snapshots, then the logs after them. For
+    one that cannot be restored, why."""
+    slots: dict[str, Slot] = {}
+    logs: dict[str, Sequence[Ready]] = {}
+    failed: dict[str, Exception] = {}
+    for one in granted:
+        try:
+            with bound_contextvars(model_id=one.run.id):
+                slots[one.run.id], logs[one.run.id] = _begin(one, database, blobs, base)
+        except Exception as error:
+            failed[one.run.id] = error
+    replay = Replay(slots, logs, executor, database, blobs)
+    replay.run()
+    for model_id in slots.keys() - replay.errors.keys():
+        _restored(slots[model_id], logs[model_id], replay.seconds[model_id])
+    return slots | failed | replay.errors
 
 
-def restore(granted: Lease, executor: Executor, database: Database, blobs: BlobStore, base: BaseModel) -> Slot:
-    """The slot of a run as it stands at `applied_seq`: its snapshot, then the log after it, results thrown away."""
+def _begin(granted: Lease, database: Database, blobs: BlobStore, base: BaseModel) -> tuple[Slot, Sequence[Ready]]:
+    """A slot at the run's last snapshot, and what it has done since."""
     run = granted.run
     slot = Slot(run=run, epoch=granted.epoch, applied_seq=run.applied_seq, crashes=granted.crashes)
     slot.recovery_snapshot_id = run.recovery_snapshot_id
-    after = -1
     if run.recovery_snapshot_id is not None:
         with database.read() as session:
-            after = session.get_one(Snapshot, run.recovery_snapshot_id).seq_id
+            slot.recovery_seq = session.get_one(Snapshot, run.recovery_snapshot_id).seq_id
         began = time.monotonic()
         slot.state = snapshots.read_state(blobs, run.recovery_snapshot_id, base, slot.optimizer_kind, optimizer=True)
         slot.read_s = time.monotonic() - began
     with database.read() as session:
-        operations = log.applied_operations(session, run.id, after, run.applied_seq)
-    began = time.monotonic()
-    for operation in operations:
-        _replay(operation, slot, executor, database, blobs)
-    seconds = time.monotonic() - began
+        return slot, log.applied_operations(session, run.id, slot.recovery_seq, run.applied_seq)
+
+
+def _restored(slot: Slot, operations: Sequence[Ready], seconds: float) -> None:
     REPLAYED.inc(len(operations))
     REPLAYED_SECONDS.inc(seconds)
-    slot.recovery_seq = after
     slot.since = time.monotonic()
     slot.lag = Lag(len(operations), sum(operation.body_bytes for operation in operations), seconds)
-    if operations or after >= 0:
-        facts = {"seq_id": run.applied_seq, "replayed": len(operations), "replay_s": round(seconds, 3)}
-        logger.info("run_restored", model_id=run.id, epoch=slot.epoch, **facts)
-    return slot
-
-
-def _replay(operation: Ready, slot: Slot, executor: Executor, database: Database, blobs: BlobStore) -> None:
-    """Apply an operation once more for its effect on the state. One that failed is only counted.
-
-    Raises CannotReplay if one that succeeded fails now: without it the state would be another than its client was told.
-    """
-    if operation.state == FAILED:
-        consume_failed(operation, slot)
-        return
-    slots = {slot.run.id: slot}
-    with database.read() as session:
-        bodies = log.load_bodies(session, blobs, [operation])
-    if operation.kind == STEP_KIND:
-        effects = executor.step([operation], slots, bodies)
-    elif operation.kind in PASS_KINDS:
-        effects = executor.forward([operation], slots, bodies)
-    else:
-        effects = [executor.control(operation, slot, bodies, replay=True)]
-    for effect in effects:
-        if effect.failure is not None:
-            raise CannotReplay(f"operation {operation.seq_id}: {effect.failure.message}")
+    if operations or slot.recovery_seq >= 0:
+        facts = {"seq_id": slot.applied_seq, "replayed": len(operations), "replay_s": round(seconds, 3)}
+        logger.info("run_restored", model_id=slot.run.id, epoch=slot.epoch, **facts)
 
 
 _MOST_WAITING = 2

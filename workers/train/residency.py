@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
-from structlog.contextvars import bound_contextvars
 
 from app.db import Database
 from app.fleet.service import STOPPING, Load, trainers_with_room, worker_seen
@@ -23,6 +22,7 @@ from app.settings import Settings
 from app.storage.blobs import BlobStore
 from workers.metrics import RECOVERIES
 from workers.model.base import BaseModel
+from workers.model.memory import release as release_memory
 from workers.train import lease, lease_events, placement, unrestorable
 from workers.train.bounds import Bounds
 from workers.train.effects import Effect
@@ -40,7 +40,10 @@ _LOADED = 0.5
 """A worker that waited for less than this part of the time gives up idle runs, if another has less to do."""
 _LEFT_S = 60.0
 """A run that only a newer release can restore is left to its workers for so long; then it is tried again."""
-_TAKEN_AT_ONCE = 4
+_NO_MEMORY_S = 5.0
+"""The same for a run for which there was no memory here."""
+_TAKEN_AT_ONCE = 16
+"""Runs that are restored together. What they have computed together is repeated together, and costs no more."""
 _TAKING_S = 1.0
 """Runs that are being restored hold up those that are there for so long; the rest comes in the next cycle."""
 _EVICTED_AT_ONCE = 4
@@ -101,39 +104,64 @@ class Residents:
             room += self._make_room(len(wanted) - room, pending)
         wanted = wanted[: max(0, room)]
         for start in range(0, len(wanted), _TAKEN_AT_ONCE):
-            self._take(wanted[start : start + _TAKEN_AT_ONCE])
+            self._take(wanted[start : start + _TAKEN_AT_ONCE], pending)
             if time.monotonic() - now > _TAKING_S:
                 break
         self._progress.resident_runs = len(self.slots)
         return self.slots.keys() != before
 
-    def _take(self, wanted: list[str]) -> None:
+    def _take(self, wanted: list[str], pending: set[str]) -> None:
         with self._database.write() as session:
             granted = lease.take(session, worker_id=self._worker_id, lease_s=self._settings.lease_s, model_ids=wanted)
-            granted = self._with_one_suspect(session, granted)
+            granted = self._without_other_suspects(session, granted)
+        self._progress.moves()
         for one in granted:
             self._line.pop(one.run.id, None)
             self._note("taken", one.run.id, one.epoch, crashes=one.crashes)
-            try:
-                with bound_contextvars(model_id=one.run.id), RECOVERIES.time():
-                    self.slots[one.run.id] = restore(one, self._executor, self._database, self._blobs, self._base)
-            except NewerRelease as error:
-                self.leave_to_newer(one.run.id, error)
-                self._release(one.run.id, one.epoch)
-            except Exception as error:
-                logger.error("restore_failed", model_id=one.run.id, exc_info=error)
-                unrestorable.give_back(self._database, one, error, worker_id=self._worker_id)
+        for one in filter(unrestorable.kills, granted):
+            unrestorable.give_up(self._database, one, worker_id=self._worker_id)
+        granted, began = [one for one in granted if not unrestorable.kills(one)], time.monotonic()
+        outcomes = restore(granted, self._executor, self._database, self._blobs, self._base)
+        for one in granted:
+            RECOVERIES.observe(time.monotonic() - began)
+            outcome = outcomes[one.run.id]
+            if isinstance(outcome, Slot):
+                self.slots[one.run.id] = outcome
+            else:
+                self._not_restored(one, outcome, pending)
+        self._end_trials(one for one in granted if one.crashes and one.run.id in self.slots)
+
+    def _not_restored(self, granted: Lease, error: Exception, pending: set[str]) -> None:
+        model_id = granted.run.id
+        if isinstance(error, NewerRelease):
+            self.leave_to_newer(model_id, error)
+            self._release(model_id, granted.epoch)
+            return
+        logger.error("restore_failed", model_id=model_id, exc_info=error)
+        fits_later = unrestorable.lacks_memory(error) and self._make_memory(model_id, pending)
+        unrestorable.give_back(self._database, granted, error, worker_id=self._worker_id, passing=fits_later)
+
+    def _make_memory(self, model_id: str, pending: set[str]) -> bool:
+        """There was no memory for a run beside those that are here: let some of them go, and leave it to other workers
+        for a moment. False if it was alone."""
+        if not self.slots:
+            return False
+        self._make_room(max(1, len(self.slots) // 4), pending)
+        release_memory()
+        self._left[model_id] = time.monotonic() + _NO_MEMORY_S
+        return True
 
     def _not_for_others(self, wanted: list[str], now: float) -> list[str]:
         """The runs without those that are left to other workers for a moment: all if one of them has less to do, else
-        those that have no free slot here but one there. What they have not taken by then is ours."""
+        those that have no free slot here but one there. What they have not taken by then is ours. A run
+        whose worker has died is left to nobody: it has waited for long enough."""
         grace_s = _GRACE * self._settings.claim_interval_s
         young = {model_id for model_id in wanted if now - self._line[model_id] < grace_s}
         if not young:
             return wanted
         with self._database.read() as session:
             others = self._others(session)
-            young -= lease.held_runs(session, young, worker_id=self._worker_id) if others else young
+            young -= lease.runs_with_a_holder(session, young) if others else young
         room = self._settings.train_slots - len(self.slots)
         if placement.has_less_to_do(others, self._progress.queued_tokens):
             room = 0
@@ -161,21 +189,31 @@ class Residents:
             allowed.update(mine[:room])
         return allowed
 
-    def _with_one_suspect(self, session: Session, granted: list[Lease]) -> list[Lease]:
-        """Hold one run at a time at which a worker has died, and only if it has work; give the others back at once.
-
-        Else the next death would count against all of them, and the third would fail operations that never ran.
+    def _without_other_suspects(self, session: Session, granted: list[Lease]) -> list[Lease]:
+        """Runs at which a worker has died once are restored with the others; one at which two have died alone, without
+        anybody else. The rest is given back at once: if this worker dies too, that shall count against the right ones.
         """
-        suspects = {one.run.id: one.run.applied_seq for one in granted if one.crashes}
-        if not suspects:
-            return granted
-        ready = log.ready_operations(session, suspects, limit=1)
-        held = next((slot.run.id for slot in self.slots.values() if slot.crashes), None)
-        kept = held or next((model_id for model_id in self._line if model_id in ready), None)
+        twice = [one for one in granted if one.crashes > 1]
+        kept = granted if not twice else [one for one in granted if one.crashes <= 1] or twice[:1]
         for one in granted:
-            if one.crashes and one.run.id != kept:
+            if one not in kept:
                 lease.release(session, worker_id=self._worker_id, model_id=one.run.id, epoch=one.epoch)
-        return [one for one in granted if not one.crashes or one.run.id == kept]
+        return kept
+
+    def _end_trials(self, restored: Iterable[Lease]) -> None:
+        with self._database.write() as session:
+            for one in sorted(restored, key=lambda one: one.run.id):
+                lease.try_(session, worker_id=self._worker_id, model_id=one.run.id, epoch=one.epoch, begins=False)
+
+    def begin_trials(self, model_ids: Iterable[str]) -> None:
+        """Before operations are computed: note those of runs at which workers have died."""
+        suspects = sorted(model_id for model_id in set(model_ids) if self.slots[model_id].crashes)
+        if not suspects:
+            return
+        with self._database.write() as session:
+            for model_id in suspects:
+                epoch = self.slots[model_id].epoch
+                lease.try_(session, worker_id=self._worker_id, model_id=model_id, epoch=epoch, begins=True)
 
     def _make_room(self, count: int, pending: set[str], *, owner_id: str | None = None) -> int:
         """Evict runs, of one tenant or of all, for others that wait: idle ones, and if that is not enough, those that
@@ -262,6 +300,7 @@ class Residents:
         results is ahead of its position, and goes."""
         for start in range(0, len(slots), _EVICTED_AT_ONCE):
             some = slots[start : start + _EVICTED_AT_ONCE]
+            self._progress.moves()
             for written in [self._save(slot) for slot in some if _has_grown(slot)]:
                 written.wait(_SNAPSHOT_S)
             for slot in some:

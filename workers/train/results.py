@@ -17,7 +17,7 @@ from app.billing import meter
 from app.billing.meter import Meter
 from app.runs.log import FAILED, Finished, Payload
 from app.storage.blobs import BlobStore
-from workers.train.effects import Effect, failure_of
+from workers.train.effects import Effect
 from workers.train.slots import Slot
 
 FOLDER = "results"
@@ -49,12 +49,14 @@ def _store(effects: Sequence[Effect], blobs: BlobStore, inline_bytes: int) -> St
             try:
                 payload = Payload.store(effect.result or b"{}", blobs, folder=FOLDER, inline_bytes=inline_bytes)
             except Exception as error:
-                effect = Effect(operation, failure=failure_of(operation, error))
+                effect = Effect(operation)
+                effect.fail(error)
                 effect.run_values = {"failed": True} if operation.seq_id == 0 else {}
                 stored.is_cut = True
             else:
+                kind, pass_id = effect.result_kind, effect.pass_id
                 stored.finished.append(
-                    Finished(operation.model_id, operation.seq_id, result=payload, result_kind=effect.result_kind)
+                    Finished(operation.model_id, operation.seq_id, result=payload, result_kind=kind, pass_id=pass_id)
                 )
         if effect.failure is not None and operation.state != FAILED:
             stored.finished.append(Finished(operation.model_id, operation.seq_id, failure=effect.failure))

@@ -12,7 +12,7 @@ from app.wire.types import AdamParams, DimuonParams
 from workers.model.dimuon import DimuonState
 from workers.model.engine import Engine
 from workers.model.optim import NonFiniteGradient, OptimizerParams
-from workers.train.effects import Bodies, Effect, NoState, failure_of
+from workers.train.effects import Bodies, Effect, NoState
 from workers.train.slots import RunState, Slot
 
 
@@ -37,7 +37,7 @@ def _step_each(engine: Engine, effects: Sequence[Effect], slots: Mapping[str, Sl
             continue
         state = slots[operation.model_id].state
         if state is None:
-            effect.failure = failure_of(operation, NoState())
+            effect.fail(NoState())
             continue
         params = _params(bodies[operation.model_id, operation.seq_id])
         if state.counters.summed:

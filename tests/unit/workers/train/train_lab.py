@@ -387,7 +387,10 @@ class Lab:
         """Bring a run into a slot of the worker, and no further."""
         with self.database.write() as session:
             (granted,) = lease.take(session, worker_id=loop._worker_id, lease_s=3600, model_ids=[client.model_id])
-        slot = recovery.restore(granted, loop._executor, self.database, self.blobs, self.base)
+        restored = recovery.restore([granted], loop._executor, self.database, self.blobs, self.base)
+        slot = restored[client.model_id]
+        if isinstance(slot, Exception):
+            raise slot
         loop._slots[client.model_id] = slot
 
     def expire(self, loop: TrainLoop, *clients: Client) -> None:
