@@ -30,7 +30,7 @@ from sqlalchemy import select
 from tinker import types
 
 from app.runs.models import Run
-from tests.e2e.roles import Deployment, RoleProcess
+from tests.e2e.roles import Deployment
 from tests.services import postgres_server, redis_server, wait_for
 
 TOKENS = 64
