@@ -193,6 +193,26 @@ def test_the_loss_of_one_runs_body_is_not_another_ones(lab: Lab) -> None:
     assert before.counters[0] == 1 and healthy.operation(2).state == "done"
 
 
+def test_large_snapshots_are_not_all_read_in_one_turn(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, clients = lab.worker(), [lab.client(rank=rank) for rank in (2, 3, 4)]
+    for client in clients:
+        client.train(1)
+    lab.work(first)
+    first.hand_over()
+    for client in clients:
+        client.train(2)
+    monkeypatch.setattr("workers.train.residency._TAKING_S", 0.0)
+    second = lab.worker()
+    for count in (1, 2, 3):
+        second.cycle()
+        assert len(residents(second)) == count
+        assert sum(client.row.worker_id is not None for client in clients) == count
+    lab.work(second)
+    for client in clients:
+        assert client.row.crash_count == 0
+        assert_close(state_of(second, client), client.alone)
+
+
 Burst = tuple[int, Sequence[str]]
 
 

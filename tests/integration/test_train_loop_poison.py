@@ -309,11 +309,11 @@ def break_restores(patch: pytest.MonkeyPatch, sick: Client) -> list[set[str]]:
     """The worker dies of a restore of this run. Returns which runs it was to restore, each time."""
     asked: list[set[str]] = []
 
-    def restoring(granted: Sequence[Lease], *args: Any) -> Any:
+    def restoring(granted: Sequence[Lease], *args: Any, **options: Any) -> Any:
         asked.append({one.run.id for one in granted})
         if sick.model_id in asked[-1]:
             raise Killed
-        return restore(granted, *args)
+        return restore(granted, *args, **options)
 
     patch.setattr("workers.train.residency.restore", restoring)
     return asked
@@ -370,12 +370,12 @@ def test_a_run_that_has_no_room_beside_others_waits_until_there_is_some(
     lab.work(second)
     _, step = large.train(2)
 
-    def tight(granted: Sequence[Lease], *args: Any) -> Any:
+    def tight(granted: Sequence[Lease], *args: Any, **options: Any) -> Any:
         if second._slots and large.model_id in {one.run.id for one in granted}:
             error = RuntimeError("operation 1: the worker has no memory left")
             error.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return {large.model_id: error}
-        return restore(granted, *args)
+        return restore(granted, *args, **options)
 
     monkeypatch.setattr("workers.train.residency.restore", tight)
     for _ in range(6):
@@ -394,7 +394,7 @@ def test_a_run_that_has_no_room_though_it_is_alone_fails(lab: Lab, monkeypatch: 
     lab.work(first)
     first.hand_over()
     step = large.optim_step()
-    nothing = Mock(side_effect=lambda granted, *_: {one.run.id: MemoryError() for one in granted})
+    nothing = Mock(side_effect=lambda granted, *_, **__: {one.run.id: MemoryError() for one in granted})
     monkeypatch.setattr("workers.train.residency.restore", nothing)
     for _ in range(MAX_CRASHES + 1):
         lab.work(first)

@@ -121,15 +121,17 @@ class Residents:
         for one in filter(unrestorable.kills, granted):
             unrestorable.give_up(self._database, one, worker_id=self._worker_id)
         granted, began = [one for one in granted if not unrestorable.kills(one)], time.monotonic()
-        outcomes = restore(granted, self._executor, self._database, self._blobs, self._base)
+        outcomes = restore(granted, self._executor, self._database, self._blobs, self._base, begin_s=_TAKING_S)
         for one in granted:
-            RECOVERIES.observe(time.monotonic() - began)
-            outcome = outcomes[one.run.id]
-            if isinstance(outcome, Slot):
+            outcome = outcomes.get(one.run.id)
+            if outcome is None:
+                self._release(one.run.id, one.epoch)
+            elif isinstance(outcome, Slot):
+                RECOVERIES.observe(time.monotonic() - began)
                 self.slots[one.run.id] = outcome
             else:
                 self._not_restored(one, outcome, pending)
-        self._end_trials(one for one in granted if one.crashes and one.run.id in self.slots)
+        self._end_trials(granted)
 
     def _not_restored(self, granted: Lease, error: Exception, pending: set[str]) -> None:
         model_id = granted.run.id
@@ -191,18 +193,26 @@ class Residents:
 
     def _without_other_suspects(self, session: Session, granted: list[Lease]) -> list[Lease]:
         """Runs at which a worker has died once are restored with the others; one at which two have died alone, without
-        anybody else. The rest is given back at once: if this worker dies too, that shall count against the right ones.
+        anybody else, when it is first in line. The rest is given back at once: if this worker dies too, that shall
+        count against the right ones.
         """
-        twice = [one for one in granted if one.crashes > 1]
-        kept = granted if not twice else [one for one in granted if one.crashes <= 1] or twice[:1]
+        if not granted:
+            return []
+        places = {model_id: place for place, model_id in enumerate(self._line)}
+        first = min(granted, key=lambda one: places[one.run.id])
+        kept = [first] if first.crashes > 1 else [one for one in granted if one.crashes <= 1]
         for one in granted:
             if one not in kept:
                 lease.release(session, worker_id=self._worker_id, model_id=one.run.id, epoch=one.epoch)
         return kept
 
-    def _end_trials(self, restored: Iterable[Lease]) -> None:
+    def _end_trials(self, granted: Sequence[Lease]) -> None:
+        """After a restore."""
+        suspects = [one for one in granted if one.crashes and one.run.id in self.slots]
+        if not suspects:
+            return
         with self._database.write() as session:
-            for one in sorted(restored, key=lambda one: one.run.id):
+            for one in suspects:
                 lease.try_(session, worker_id=self._worker_id, model_id=one.run.id, epoch=one.epoch, begins=False)
 
     def begin_trials(self, model_ids: Iterable[str]) -> None:
