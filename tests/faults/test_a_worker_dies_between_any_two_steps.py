@@ -51,8 +51,6 @@ SCRIPT: Sequence[Callable[[Client], object]] = (
 """One request at a time, so that passes have the same shapes whoever computes them. The last gradient is pending."""
 REPLACED, HANDED_OVER = 8, 12
 """Before the first one another worker takes over, without a warning; after the second one the run leaves its slot."""
-REFUSED = 3
-"""The sequence id of the one that fails on arrival."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ def perform(lab: Lab, points: Points, fatal: tuple[str, When, int] | None) -> tu
     if client.model_id not in loop._slots:
         lab.restore(loop, client)
     assert slot_of(loop, client).applied_seq == client.next_seq - 1
-    audit.assert_exactly_once(lab.database, client.model_id, client.next_seq - 1, refused=[REFUSED])
+    audit.assert_exactly_once(lab.database, client.model_id, client.next_seq - 1)
     return outcome(lab, loop, client), counted
 
 
