@@ -1,4 +1,5 @@
-"""The harness's own count: what a service has in its database and store, held against what its tenants asked for."""
+"""The harness's own count: what a service has in its database and store, and what happened there on the way, held
+against what its tenants asked for."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from app.db import Database
 from app.runs.models import Operation, Run
 from app.storage.blobs import BlobStore
 from tests.chaos.tenant_names import END
+from tests.faults.audit import violations
 from workers.snapshot_files import read
 
 Told = dict[str, Any]
@@ -41,6 +43,7 @@ def _audit_run(database: Database, blobs: BlobStore, told: Told) -> Iterable[str
             .join(Checkpoint, Checkpoint.snapshot_id == Snapshot.id)
             .where(Checkpoint.model_id == run.id, Checkpoint.name == END)
         )
+    yield from violations(database, run.id, len(rows) - 1)
     if [row.seq_id for row in rows] != list(range(len(rows))):
         yield "the log has gaps"
     if (kinds := [row.kind for row in rows]) != told["kinds"]:

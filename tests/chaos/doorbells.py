@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -16,33 +16,45 @@ _SEPARATOR = "\x06\x16"
 _HELD_S = 0.4
 
 
+@dataclass(slots=True)
+class Meddling:
+    """`done`: so many doorbells were really lost, repeated or held back."""
+
+    how: str
+    done: int = 0
+
+
 class Meddler:
     """Reads the same lists as the workers, so that it gets some of the messages and they the others."""
 
     def __init__(self, redis_url: str, seed: float) -> None:
         self._redis: Any = redis.Redis.from_url(redis_url, socket_timeout=2.0, socket_connect_timeout=1.0)
         self._chance = random.Random(seed)
-        self.done: Counter[str] = Counter()
+        self._ended = threading.Event()
 
-    def meddle(self, how: str, for_s: float) -> threading.Thread:
-        """`drop`, `repeat` or `shuffle` what comes in the next `for_s`, in a thread."""
-        thread = threading.Thread(target=self._meddle, args=(how, for_s), daemon=True)
-        thread.start()
-        return thread
+    def meddle(self, how: str, for_s: float) -> Meddling:
+        """`drop`, `repeat` or `shuffle` what comes in the next `for_s`, in a thread; longer, until it has got one."""
+        meddling = Meddling(how)
+        threading.Thread(target=self._meddle, args=(meddling, for_s), daemon=True).start()
+        return meddling
 
-    def _meddle(self, how: str, for_s: float) -> None:
+    def end(self) -> None:
+        """Leave all that comes from now on."""
+        self._ended.set()
+
+    def _meddle(self, meddling: Meddling, for_s: float) -> None:
         end = time.monotonic() + for_s
-        while time.monotonic() < end:
+        while not self._ended.is_set() and (time.monotonic() < end or not meddling.done):
             try:
-                self._once(how)
+                meddling.done += self._once(meddling.how)
             except RedisError:  # it may be dead as well
                 time.sleep(0.1)
 
-    def _once(self, how: str) -> None:
+    def _once(self, how: str) -> int:
         queues = self._queues()
         if not queues:
             time.sleep(0.1)
-            return
+            return 0
         held: list[tuple[str, bytes]] = []
         begin = time.monotonic()
         while how == "shuffle" and time.monotonic() < begin + _HELD_S and len(held) < 20:
@@ -50,14 +62,13 @@ class Meddler:
                 held.append(taken)
         if how != "shuffle" and (taken := self._redis.brpop(queues, timeout=0.2)):
             held.append(taken)
-        self.done[how] += len(held)
-        if how == "repeat":
-            held *= 3
-        self._chance.shuffle(held)
-        if how != "drop":
-            for queue, message in held:
-                self._redis.lpush(queue, message)
+        rung = {"drop": 0, "repeat": 3, "shuffle": 1}[how] * held
+        self._chance.shuffle(rung)
+        for queue, message in rung:
+            self._redis.lpush(queue, message)
+        if rung:
             time.sleep(0.05)  # for the workers to be first
+        return len(held)
 
     def _queues(self) -> list[str]:
         """Queues of doorbells that workers have declared."""

@@ -25,6 +25,12 @@ class Wire:
         self.port = int(self._listener.getsockname()[1])
         self._accept()
 
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        with self._lock:
+            return len(self._open) // 2
+
     def become(self, mood: Mood) -> None:
         """Change for all connections."""
         if mood == "cut":

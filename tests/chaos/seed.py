@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,13 +34,17 @@ DEADLINE_S = 150.0
 
 @dataclass
 class Outcome:
-    """What came of a run. `told`: by each tenant, of each of its runs; `gaps`: by tenant, to the quiet run."""
+    """What came of a run. `struck`: the blows that fell and met somebody; `doorbells`: how many were lost, repeated or
+    held back; `replays`: recoveries in which operations were repeated; `told`: by each tenant, of each of its runs;
+    `gaps`: by tenant, to the quiet run."""
 
     plan: Plan
     folder: Path
     seconds: float = 0.0
     struck: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
+    doorbells: Counter[str] = field(default_factory=Counter)
+    replays: int = 0
     told: dict[str, list[Told]] = field(default_factory=dict)
     adapters: dict[str, list[dict[str, dict[str, Tensor]]]] = field(default_factory=dict)
     gaps: dict[str, Gaps] = field(default_factory=dict)
@@ -51,8 +56,10 @@ class Outcome:
         largest = f"{max((g.adapter for g in worst), default=0):.0e}/{max((g.logprob for g in worst), default=0):.0e}"
         place = f"{plan.database}+{plan.store} {plan.layout}{' batch-polls' if plan.batch_polls else ''}"
         verdict = "ok" if not self.wrong else "FAILED"
-        blows = ", ".join(self.struck)
-        return f"seed {plan.seed:>5} {verdict:<6} {place:<32} {self.seconds:5.1f} s  gaps {largest}  {blows}"
+        counts = [f"{len(self.struck)} of {len(plan.blows)} blows", f"{self.replays} replays"]
+        counts += [f"{count} x {how}" for how, count in self.doorbells.items()]
+        told = f"gaps {largest}  {', '.join(counts)}: {', '.join(self.struck)}"
+        return f"seed {plan.seed:>5} {verdict:<6} {place:<32} {self.seconds:5.1f} s  {told}"
 
 
 class Tenants:
@@ -151,8 +158,11 @@ def _run(outcome: Outcome, model: Path, quiet: Outcome | None) -> None:
         world.start()
         tenants.begin()
         _strike(world, tenants)
+        outcome.doorbells, outcome.replays = world.doorbells(), world.replays()
         outcome.told, outcome.wrong = tenants.told()
-        if not outcome.wrong:
+        if missed := Counter(map(str, plan.blows)) - Counter(outcome.struck):
+            outcome.wrong.append(f"blows that did not fall, or met nobody: {', '.join(missed.elements())}")
+        if len(outcome.told) == len(TENANTS):
             _check(outcome, world, quiet)
 
 

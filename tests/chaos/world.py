@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -12,9 +14,10 @@ from sqlalchemy import select
 from app.runs.log import ACCEPTED
 from app.runs.models import Operation, Run
 from tests.chaos.blows import LEASE_S, Blow, Plan
-from tests.chaos.doorbells import Meddler
+from tests.chaos.doorbells import Meddler, Meddling
 from tests.chaos.network import Wire
 from tests.e2e.roles import READY_S, Deployment, RoleProcess
+from tests.faults import audit
 from tests.services import PostgresServer, RedisServer
 
 SETTINGS = {
@@ -29,6 +32,7 @@ SETTINGS = {
 AIM_S = 3.0
 """A blow on train workers waits so long for one of them to be at work."""
 _ON_TRAIN_WORKERS = ("train", "rank", "pause", "cut", "stall")
+_REPLAYED = re.compile(rb'"replayed": ?[1-9]')
 POISONOUS = 2
 """No train worker dies on purpose while a run stands where so many have died: the operation at which a third dies is
 taken for what kills them, and fails, as it should."""
@@ -44,7 +48,7 @@ class World(Deployment):
         super().__init__(folder, database_url=url, redis_url=redis.url, model=model)
         self.plan = plan
         self.struck: list[str] = []
-        """The blows that have fallen."""
+        """The blows that have fallen, and met somebody."""
         self.events: list[str] = []
         """These, and what was started again, and when."""
         self._redis_server, self._postgres = redis, postgres
@@ -54,6 +58,7 @@ class World(Deployment):
         self._well_at = 0.0
         self._begin = time.monotonic()
         self._meddler = Meddler(redis.url, plan.seed)
+        self._meddlings: dict[Blow, Meddling] = {}
         self.environment |= SETTINGS
         self.environment["TINWORKS_SAMPLE_USE_RETRIEVE_FUTURES"] = str(plan.batch_polls)
         if plan.layout == "ranks":
@@ -63,8 +68,9 @@ class World(Deployment):
             self._of_workers["DATABASE_URL"] = url.replace(f":{postgres.port}/", f":{self._wire.port}/")
 
     def start(self) -> None:
-        """Start every role and wait until all workers have registered."""
+        """Start every role, on a database that keeps an audit, and wait until all workers have registered."""
         assert self.run("release").wait(READY_S) == 0, self.logs()
+        audit.begin(self.database)
         for role, count in self._counts.items():
             for _ in range(count):
                 self.run(role)
@@ -106,6 +112,7 @@ class World(Deployment):
 
     def calm(self) -> None:
         """End what lasts."""
+        self._meddler.end()
         for _, process in self._paused:
             if process.is_alive:
                 process.send(signal.SIGCONT)
@@ -114,8 +121,8 @@ class World(Deployment):
             self._wire.become("well")
 
     def strike(self, blow: Blow, *, late_s: float) -> bool:
-        """Do it, `late_s` after its moment. False if it has to wait: there is nobody to be struck now, or nobody who is
-        at work, or it would look like poison."""
+        """Do it, `late_s` after its moment. False if it has to wait: there is nothing to be struck now, or nobody who
+        is at work, or it would look like poison."""
         if blow.kind in _ON_TRAIN_WORKERS and self._looks_poisonous():
             return False
         if not self._do(blow, aim=late_s < AIM_S):
@@ -136,7 +143,7 @@ class World(Deployment):
             case "train" | "rank" | "pause":
                 if (found := self._train_worker(blow.choice, aim=aim)) is None:
                     return False
-                self._strike_worker(found, blow)
+                return self._strike_worker(found, blow)
             case "redis":
                 self._redis_server.stop()
                 self._redis_server.start()
@@ -145,16 +152,19 @@ class World(Deployment):
                 self._postgres.crash()
                 self._postgres.start()
             case "cut" | "stall":
-                if self._train_worker(blow.choice, aim=aim) is None:
-                    return False
                 assert self._wire is not None
+                if self._well_at or not self._wire.connections or self._train_worker(blow.choice, aim=aim) is None:
+                    return False
                 self._wire.become("cut" if blow.kind == "cut" else "stalled")
                 self._well_at = time.monotonic() + blow.for_s
             case "drop" | "repeat" | "shuffle":
-                self._meddler.meddle(blow.kind, blow.for_s)
+                if blow not in self._meddlings:
+                    self._meddlings[blow] = self._meddler.meddle(blow.kind, blow.for_s)
+                return self._meddlings[blow].done > 0
         return True
 
-    def _strike_worker(self, worker: RoleProcess, blow: Blow) -> None:
+    def _strike_worker(self, worker: RoleProcess, blow: Blow) -> bool:
+        """False if a rank was to be killed and the worker has none."""
         if blow.kind == "pause":
             worker.send(signal.SIGSTOP)
             self._paused.append((time.monotonic() + blow.for_s, worker))
@@ -162,9 +172,12 @@ class World(Deployment):
             worker.send(signal.SIGKILL)
             worker.wait(10)
         else:
-            for child in psutil.Process(worker.pid).children(recursive=True):
-                if "workers.model.ranks" in child.cmdline():
-                    child.kill()
+            children = psutil.Process(worker.pid).children(recursive=True)
+            ranks = [child for child in children if "workers.model.ranks" in child.cmdline()]
+            for rank in ranks:
+                rank.kill()
+            return bool(ranks)
+        return True
 
     def _train_worker(self, choice: float, *, aim: bool) -> RoleProcess | None:
         """A train worker that is awake and holds a run with work to do: it is at it, or about to be. Not to `aim` is to
@@ -186,6 +199,18 @@ class World(Deployment):
         with self.database.read() as session:
             at_risk = select(Run.id).where(Run.crash_seq == Run.applied_seq, Run.crash_count >= POISONOUS)
             return session.scalar(at_risk.limit(1)) is not None
+
+    def doorbells(self) -> Counter[str]:
+        """How many were really lost, repeated or held back."""
+        counts: Counter[str] = Counter()
+        for meddling in self._meddlings.values():
+            counts[meddling.how] += meddling.done
+        return counts
+
+    def replays(self) -> int:
+        """How often a train worker has brought a run back by repeating operations, by the logs of all that lived."""
+        told = (line for log in self.folder.glob("train.*.log") for line in log.read_bytes().splitlines())
+        return sum(b'"run_restored"' in line and _REPLAYED.search(line) is not None for line in told)
 
     def _note(self, what: str) -> None:
         self.events.append(f"{time.monotonic() - self._begin:6.2f} {what}")
