@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, ParamSpec, TypeVar
 
 import orjson
+import structlog
 from anyio import CapacityLimiter, to_thread
+from redis.exceptions import RedisError
 from sqlalchemy import bindparam, select
+from sqlalchemy.exc import SQLAlchemyError
 
 from app.custom_losses import service as custom_losses
 from app.db import Database, database_clock
@@ -23,6 +27,8 @@ from app.sampling.keys import FEED_MARK, SAMPLE_MARK
 from app.shared_lookups import SharedLookups
 from app.storage.blobs import BlobMissing, BlobStore
 from app.wire.results_json import forward_backward_json, sample_json
+
+logger = structlog.get_logger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,6 +87,15 @@ class _RunState:
     awaited_seq: int | None
     pool: str | None
     crowded_out: str | None
+
+
+async def _unless_away(look: Awaitable[set[str]]) -> set[str]:
+    """What was found; nothing while the store is away."""
+    try:
+        return await look
+    except (RedisError, SQLAlchemyError, OSError) as error:
+        logger.warning("finished_unknown", error=type(error).__name__)
+        return set()
 
 
 def error_payload(message: str, category: str) -> bytes:
@@ -153,17 +168,18 @@ class FutureService:
             raise Gone(f"request_id: the result of {request_id!r} is no longer kept") from error
 
     async def find_finished(self, names: Sequence[str]) -> set[str]:
-        """Which of these futures are finished; one query for training, one round trip for samples. Whoever waits for a
-        feed looks for himself, so every feed counts."""
+        """Which of these futures are finished; one query for training and one round trip for samples, at the same time.
+        What a store that is away would know is left out. Whoever waits for a feed looks for himself, so every feed
+        counts."""
         feeds = {name for name in names if name.startswith(FEED_MARK)}
         samples = [name for name in names if SAMPLE_MARK in name and name not in feeds]
         operations = [name for name in names if SAMPLE_MARK not in name and name not in feeds]
-        finished = feeds
+        looks: list[Awaitable[set[str]]] = []
         if samples:
-            finished |= await self._samples.find_finished(samples)
+            looks.append(self._samples.find_finished(samples))
         if operations:
-            finished |= await self._in_thread(self._finished_operations, operations)
-        return finished
+            looks.append(self._in_thread(self._finished_operations, operations))
+        return feeds.union(*await asyncio.gather(*map(_unless_away, looks)))
 
     def _finished_operations(self, request_ids: Sequence[str]) -> set[str]:
         with self._database.read() as session:

@@ -18,10 +18,11 @@ from app.futures import polls
 from app.futures.waiters import DONE_CHANNEL
 from app.runs.log import Failure
 from app.runs.models import Operation
+from app.sampling.keys import result_key
 from app.sampling.store import SampleAnswer, SampleDesk
 from tests.factories import POOL
 from tests.integration.conftest import PROTOBUF, Api, running
-from tests.services import PostgresServer, wait_for
+from tests.services import PostgresServer, RedisServer, wait_for
 
 Batch = Callable[..., bytes]
 
@@ -32,6 +33,14 @@ def submitted(api: Api, batch: Batch, *seq_ids: int) -> str:
     for seq_id in seq_ids:
         assert api.forward_backward(batch(model_id, seq_id)).status_code == 200
     return model_id
+
+
+def sampled(api: Api) -> tuple[str, str]:
+    """A sampling session, and a sample of it that waits."""
+    body = {"session_id": api.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = str(api.ok("create_sampling_session", body)["sampling_session_id"])
+    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
+    return sampler, str(api.ok("asample", body)["request_id"])
 
 
 def test_a_pending_future_is_held_and_then_told_to_ask_again(api: Api, batch: Batch) -> None:
@@ -204,16 +213,46 @@ def test_a_poll_while_redis_is_away_is_no_5xx(
 ) -> None:
     monkeypatch.setattr(polls, "OUTAGE_HOLD_S", 0.05)
     with running(configure, sqlite_url, own_redis.url, tmp_path) as api:  # type: ignore[attr-defined]
-        session_id = api.session()
-        sampling = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
-        sampler = api.ok("create_sampling_session", sampling)["sampling_session_id"]
-        body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
-        request_id = api.ok("asample", body)["request_id"]
+        sampler, request_id = sampled(api)
         model_id = api.run()
         own_redis.stop()  # type: ignore[attr-defined]
         assert api.poll(request_id).status_code == 408
         assert api.poll(f"{model_id}:0").status_code == 200
-        assert api.post("asample", body | {"seq_id": 1}).status_code == 503
+        body = {"sampling_session_id": sampler, "seq_id": 1, "prompt": {"chunks": [{"tokens": [1]}]}}
+        assert api.post("asample", body).status_code == 503
+
+
+@pytest.mark.parametrize("away", ["redis", "postgres"])
+def test_polls_of_one_store_are_answered_while_the_other_is_away(
+    configure: Callable[..., None],
+    postgres_url: str,
+    shared_postgres: PostgresServer,
+    own_redis: RedisServer,
+    batch: Batch,
+    tmp_path: Path,
+    away: str,
+) -> None:
+    """No notice tells of either end: the service has to look."""
+    with (
+        running(configure, postgres_url, own_redis.url, tmp_path, poll_hold_s=29) as api,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        services = api.client.app.state.services  # type: ignore[attr-defined]
+        (_, sample), pass_ = sampled(api), f"{submitted(api, batch, 1)}:1"
+        services.waiters._expected.clear()  # so that the polls look once
+        polling = {request_id: pool.submit(api.poll, request_id) for request_id in (sample, pass_)}
+        wait_for(lambda: services.waiters.count == 2)
+        if away == "redis":
+            own_redis.stop()
+            api.finish(pass_.removesuffix(":1"), 1, kind="proto", result=b"done")
+        else:
+            shared_postgres.lock(str(make_url(postgres_url).database))
+            with redis.Redis.from_url(own_redis.url) as client:
+                client.set(result_key(sample), SampleAnswer("proto", b"done").pack())
+        try:
+            assert polling[pass_ if away == "redis" else sample].result(timeout=15).content == b"done"
+        finally:
+            services.waiters.release()
 
 
 # -- large results
@@ -235,10 +274,7 @@ def first_poll(api: Api, request_id: str, **fields: object) -> httpx.Response:
 def finished(api: Api, batch: Batch, where: str, payload: bytes, data_dir: Path) -> str:
     """A future whose result is stored in its row, in a blob, or in Redis."""
     if where == "redis":
-        body = {"session_id": api.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
-        sampler = api.ok("create_sampling_session", body)["sampling_session_id"]
-        body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
-        request_id = str(api.ok("asample", body)["request_id"])
+        _, request_id = sampled(api)
         with redis.Redis.from_url(api.client.app.state.services.settings.redis_url) as client:  # type: ignore[attr-defined]
             desk = SampleDesk(client, pool=POOL, worker_id="w", claim_s=60, result_ttl_s=900)
             desk.finish([(request_id, SampleAnswer("proto", payload))])
