@@ -3,7 +3,8 @@
 A worker's presence thread touches `TINWORKS_ALIVE_FILE` at every beat, with or without broker and database: while those
 are away, a restart would help nobody. A scheduler touches it whenever it tidies, so it is given more time.
 
-`python -m app.alive [SECONDS]` exits with 1 when the file is older than that, or missing.
+`python -m app.alive [SECONDS]` exits with 1 when the file is older than that, or missing. Unless it is said, that is
+two minutes, or more where leases are long.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def age_s(settings: Settings) -> float:
 
 def main() -> int:
     """The exit status."""
-    oldest_s = float(sys.argv[1]) if len(sys.argv) > 1 else OLDEST_S
-    return int(age_s(get_settings()) > oldest_s)
+    settings = get_settings()
+    oldest_s = float(sys.argv[1]) if len(sys.argv) > 1 else max(OLDEST_S, settings.worker_silence_s)
+    return int(age_s(settings) > oldest_s)
 
 
 if __name__ == "__main__":

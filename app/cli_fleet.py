@@ -56,8 +56,15 @@ def runs(
     from app.settings import get_settings
 
     with in_sentences(), quiet_logs(), get_database().read() as session:
-        most = get_settings().runs_per_tenant
-        found = seen_runs(session, owner=owner, idle=idle, limit=limit, runs_per_tenant=most)
+        settings = get_settings()
+        found = seen_runs(
+            session,
+            silence_s=settings.worker_silence_s,
+            owner=owner,
+            idle=idle,
+            limit=limit,
+            runs_per_tenant=settings.runs_per_tenant,
+        )
     if as_json:
         _print_json([dataclasses.asdict(run) for run in found])
         return
@@ -82,9 +89,10 @@ def list_workers(
         return
     from app.db import get_database
     from app.fleet.overview import seen_workers
+    from app.settings import get_settings
 
     with in_sentences(), quiet_logs(), get_database().read() as session:
-        found = seen_workers(session, pool)
+        found = seen_workers(session, pool, silence_s=get_settings().worker_silence_s)
     if as_json:
         _print_json([_without(dataclasses.asdict(worker), "packed") for worker in found])
         return

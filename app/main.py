@@ -97,7 +97,13 @@ def make_services(settings: Settings, database: Database) -> Services:
     feeds = CompletionFeeds(redis)
     samples = SampleFutures(database, inbox, feeds)
     accepted = AcceptedSamples(feeds, remember=settings.sample_use_retrieve_futures)
-    futures = FutureService(database, blobs, samples, runs_per_tenant=settings.runs_per_tenant)
+    futures = FutureService(
+        database,
+        blobs,
+        samples,
+        worker_silence_s=settings.worker_silence_s,
+        runs_per_tenant=settings.runs_per_tenant,
+    )
     doorbells = DoorbellPublisher(settings)
     told = Listener(TOLD_CHANNEL, accepted.told, accepted.recover)
     waiters = Waiters(subscription, futures.find_finished, [told])
@@ -129,7 +135,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
     services.doorbells.start()
     services.waiters.start()
-    fleet = FleetCollector(services.database, services.settings.redis_url)
+    fleet = FleetCollector(services.database, services.settings)
     services.metrics.watch(
         doorbells_lost=lambda: services.doorbells.lost, polls=lambda: services.waiters.count, fleet=fleet
     )

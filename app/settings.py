@@ -14,6 +14,9 @@ from typing import Literal
 from pydantic import AliasChoices, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+_LEAST_SILENCE_S = 12.0
+_SILENT_LEASES = 1.5
+
 
 class Settings(BaseSettings):
     """The configuration of one process."""
@@ -166,7 +169,12 @@ class Settings(BaseSettings):
         "for datums of smaller ones whose activations would take more than 2 GiB",
     )
     claim_interval_s: float = Field(1.0, gt=0, description="How often a train loop looks for work without a doorbell")
-    lease_s: float = Field(8.0, gt=0, description="A run's lease; renewed every third of it, taken over after it")
+    lease_s: float = Field(
+        8.0,
+        gt=0,
+        description="A run's lease; renewed every third of it, taken over after it. The same for all: whether a worker "
+        "lives is judged by it",
+    )
     max_pass_s: float = Field(
         600.0, gt=0, description="A pass or a restore longer than this is taken for hung and ends its worker"
     )
@@ -306,6 +314,11 @@ class Settings(BaseSettings):
     def local_ranks(self) -> int:
         """Ranks of a train worker on its host."""
         return self.train_ranks or max(1, len(self.gpus.split(",")))
+
+    @property
+    def worker_silence_s(self) -> float:
+        """A worker that was not seen for so long does not count as live. It shows itself every third of a lease."""
+        return max(_LEAST_SILENCE_S, _SILENT_LEASES * self.lease_s)
 
     @field_validator("secret_key")
     @classmethod

@@ -36,7 +36,8 @@ from workers.uploading import upload_waiting
 logger = structlog.get_logger(__name__)
 
 _LOCK_ID = 0x54_49_4A  # "TIJ"
-_DEAD_WORKER_S = 600.0
+_DEAD_SILENCES = 50
+"""A worker that was silent for so many times as long as makes it count as dead is not expected back: ten minutes."""
 _collected_up_to: dict[str, str] = {}
 _ORPHANED_S = 60.0
 _LOST_AFTER = timedelta(days=1)
@@ -68,7 +69,7 @@ def tidy() -> None:
         expired = session.execute(delete(Checkpoint).where(Checkpoint.expires_at < utc_now())).rowcount  # type: ignore[attr-defined]
         silent = _mark_silent(session, settings.session_silence_s, up_s=up_s)
         ended = endings.end_silent(session, silent_before=utc_now() - timedelta(seconds=settings.session_retention_s))
-        dead = remove_dead_workers(session, silent_for_s=_DEAD_WORKER_S)
+        dead = remove_dead_workers(session, silent_for_s=_DEAD_SILENCES * settings.worker_silence_s)
     with database.read() as session:
         forgotten = _tidy_redis(session, dead)
     store = get_blob_store()

@@ -65,7 +65,7 @@ def _database(database: Database, settings: Settings) -> Iterator[Finding]:
         theirs = float(session.scalar(select(database_clock())) or 0.0)
         ours = (before + time.time()) / 2
     yield _clock("clock", theirs - ours, "the database's")
-    missing = missing_roles(database)
+    missing = missing_roles(database, silence_s=settings.worker_silence_s)
     if missing:
         yield warning("fleet", "; ".join(missing), "Start the workers that are missing (docs/operating.md).")
     else:

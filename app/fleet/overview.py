@@ -12,7 +12,6 @@ from sqlalchemy.orm import Session
 from app.accounts.models import Owner
 from app.db import database_clock, utc_now
 from app.fleet.models import Worker
-from app.fleet.service import WORKER_SILENCE_S
 from app.runs.limits import why_it_waits
 from app.runs.log import UNLOADED_SEQ, awaited_seq
 from app.runs.models import Operation, Run
@@ -20,6 +19,8 @@ from app.sessions.models import ClientSession
 
 _ACCEPTED = Operation.state == literal_column("'accepted'")
 _EVER = 2**31 - 1
+_SILENT = "silent"
+"""The state of a worker that does not count as live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +97,22 @@ class SeenWorker:
     @property
     def is_alive(self) -> bool:
         """Whether it counts as live."""
-        return self.silent_s <= WORKER_SILENCE_S
+        return self.state != _SILENT
 
 
-def seen_workers(session: Session, pool: str | None = None) -> list[SeenWorker]:
-    """Every worker that has registered and not left, of all pools or one."""
+def seen_workers(session: Session, pool: str | None = None, *, silence_s: float) -> list[SeenWorker]:
+    """Every worker that has registered and not left, of all pools or one. `silence_s`: the setting
+    `worker_silence_s`."""
     query = select(Worker, (database_clock() - Worker.last_seen).label("silent_s")).order_by(Worker.pool, Worker.id)
     if pool is not None:
         query = query.where(Worker.pool == pool)
-    return [_seen(worker, max(0.0, float(silent_s))) for worker, silent_s in session.execute(query)]
+    return [_seen(worker, max(0.0, float(silent_s)), silence_s) for worker, silent_s in session.execute(query)]
 
 
-def _seen(worker: Worker, silent_s: float) -> SeenWorker:
+def _seen(worker: Worker, silent_s: float, silence_s: float) -> SeenWorker:
     state = worker.phase
-    if silent_s > WORKER_SILENCE_S:
-        state = "silent"
+    if silent_s > silence_s:
+        state = _SILENT
     elif worker.draining and state != "drained":
         state = "draining"
     return SeenWorker(
@@ -149,10 +151,17 @@ class SeenRun:
 
 
 def seen_runs(
-    session: Session, *, owner: str | None = None, idle: bool = False, limit: int = 200, runs_per_tenant: int = 0
+    session: Session,
+    *,
+    silence_s: float,
+    owner: str | None = None,
+    idle: bool = False,
+    limit: int = 200,
+    runs_per_tenant: int = 0,
 ) -> list[SeenRun]:
     """Runs that work or wait, those that wait longest first; with `idle` also those that do neither, the newest first.
-    `owner`: only those of the tenant of this name or id. `runs_per_tenant`: the setting."""
+    `owner`: only those of the tenant of this name or id. `silence_s`, `runs_per_tenant`: the settings
+    `worker_silence_s` and `runs_per_tenant`."""
     waiting = (
         select(Operation.model_id, func.count().label("operations"), func.min(Operation.created_at).label("since"))
         .where(_ACCEPTED)
@@ -172,7 +181,7 @@ def seen_runs(
         query = query.where(or_(Owner.name == owner, Owner.id == owner))
     if not idle:
         query = query.where(or_(waiting.c.operations.is_not(None), Run.worker_id.is_not(None)))
-    workers = {worker.id: worker for worker in seen_workers(session)}
+    workers = {worker.id: worker for worker in seen_workers(session, silence_s=silence_s)}
     return [_placed(session, row, workers, runs_per_tenant) for row in session.execute(query).all()]
 
 

@@ -77,7 +77,9 @@ async def healthz(services: ServicesDep) -> Response:
     except (RedisError, OSError, TimeoutError):
         missing.append("the broker does not answer")
     if not missing:
-        missing = await in_thread(service.missing_roles, services.database)
+        missing = await in_thread(
+            service.missing_roles, services.database, silence_s=services.settings.worker_silence_s
+        )
     return _health(missing)
 
 

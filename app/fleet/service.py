@@ -12,9 +12,6 @@ from app.db import Database, database_clock, utc_now
 from app.fleet.models import Model, ModelName, Worker
 from app.wire.types import ModelFacts
 
-WORKER_SILENCE_S = 12.0
-"""A worker that was not seen for so long does not count as live."""
-
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -189,11 +186,12 @@ def remove_dead_workers(session: Session, *, silent_for_s: float) -> list[str]:
     return list(session.scalars(query))
 
 
-def missing_roles(database: Database) -> list[str]:
-    """What the fleet lacks, in words: a role of a pool that only silent or draining workers have, or no worker."""
+def missing_roles(database: Database, *, silence_s: float) -> list[str]:
+    """What the fleet lacks, in words: a role of a pool that only silent or draining workers have, or no worker.
+    `silence_s`: the setting `worker_silence_s`."""
     live: dict[tuple[str, str], bool] = {}
     with database.read() as session:
-        heard = Worker.last_seen > database_clock() - WORKER_SILENCE_S
+        heard = Worker.last_seen > database_clock() - silence_s
         alive = and_(heard, Worker.draining.is_(False)).label("alive")
         for pool, roles, is_alive in session.execute(select(Worker.pool, Worker.roles, alive)):
             for role in roles:

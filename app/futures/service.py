@@ -19,7 +19,6 @@ from app.custom_losses import service as custom_losses
 from app.db import Database, database_clock
 from app.errors import Gone, NotFound
 from app.fleet.models import Worker
-from app.fleet.service import WORKER_SILENCE_S
 from app.runs import limits, log
 from app.runs.models import Operation, Run
 from app.sampling.futures import Place, SampleFutures
@@ -107,11 +106,18 @@ class FutureService:
     """Looks futures up, of training (the log) and of sampling (Redis)."""
 
     def __init__(
-        self, database: Database, blobs: BlobStore, samples: SampleFutures, *, runs_per_tenant: int = 0
+        self,
+        database: Database,
+        blobs: BlobStore,
+        samples: SampleFutures,
+        *,
+        worker_silence_s: float,
+        runs_per_tenant: int = 0,
     ) -> None:
         self._database = database
         self._blobs = blobs
         self._samples = samples
+        self._worker_silence_s = worker_silence_s
         self._runs_per_tenant = runs_per_tenant
         self._limiter = CapacityLimiter(_POLL_THREADS)
         self._writers = CapacityLimiter(_JSON_THREADS)
@@ -227,7 +233,7 @@ class FutureService:
 
     def _look_for_worker(self, pool: str | None, role: str) -> QueueState:
         query = select(Worker.roles, Worker.draining)
-        query = query.where(Worker.pool == pool, Worker.last_seen > database_clock() - WORKER_SILENCE_S)
+        query = query.where(Worker.pool == pool, Worker.last_seen > database_clock() - self._worker_silence_s)
         with self._database.read() as session:
             draining = [draining for roles, draining in session.execute(query) if role in roles]
         if not all(draining):

@@ -19,6 +19,7 @@ from app.db import Database
 from app.fleet.models import Model
 from app.fleet.overview import PoolQueue, SeenWorker, seen_workers, training_queues
 from app.sampling.keys import unfinished_key
+from app.settings import Settings
 from app.telemetry.exposition import merged
 
 log = structlog.get_logger(__name__)
@@ -31,9 +32,10 @@ _BELIEVED_S = 1.0
 class FleetCollector(Collector):
     """Figures of the whole fleet. Of a store that does not answer it shows nothing but that."""
 
-    def __init__(self, database: Database, redis_url: str) -> None:
+    def __init__(self, database: Database, settings: Settings) -> None:
         self._database = database
-        self._redis: Any = redis.Redis.from_url(redis_url, socket_connect_timeout=1.0, socket_timeout=2.0)
+        self._silence_s = settings.worker_silence_s
+        self._redis: Any = redis.Redis.from_url(settings.redis_url, socket_connect_timeout=1.0, socket_timeout=2.0)
         self._lock = threading.Lock()
         self._shown: list[Metric] = []
         self._pools: list[str] = []
@@ -60,7 +62,7 @@ class FleetCollector(Collector):
         up = GaugeMetricFamily("tinworks_database_up", "Whether this process reaches the database")
         try:
             with self._database.read() as session:
-                queues, workers = training_queues(session), seen_workers(session)
+                queues, workers = training_queues(session), seen_workers(session, silence_s=self._silence_s)
                 self._pools = list(session.scalars(select(Model.pool).order_by(Model.pool)))
         except SQLAlchemyError as error:
             log.warning("metrics_without_database", error=type(error).__name__)

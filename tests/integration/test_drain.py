@@ -61,7 +61,7 @@ def ask(lab: Lab, name: str, draining: bool) -> list[str]:
 
 def state(lab: Lab, worker_id: str) -> str:
     with lab.database.read() as session:
-        return next(worker.state for worker in seen_workers(session) if worker.id == worker_id)
+        return next(worker.state for worker in seen_workers(session, silence_s=12) if worker.id == worker_id)
 
 
 def test_a_drained_worker_hands_its_runs_over_with_their_state(each_lab: Lab) -> None:
@@ -154,7 +154,7 @@ def test_a_worker_shows_what_it_measures_in_its_row(each_lab: Lab) -> None:
     _, presence = presence_of(each_lab, loop)
     presence.show_metrics()
     with each_lab.database.read() as session:
-        (packed,) = [worker.packed for worker in seen_workers(session) if worker.id == loop._worker_id]
+        (packed,) = [worker.packed for worker in seen_workers(session, silence_s=12) if worker.id == loop._worker_id]
     shown = {name: value for family in packed for name, labels, value in family["samples"] if not labels}
     assert shown["tinworks_resident_runs"] == 1 and shown["tinworks_snapshot_lag_operations"] == 3
     presence.stop()

@@ -11,7 +11,8 @@ from sqlalchemy.engine import make_url
 
 from app.db import database_clock
 from app.fleet.models import Worker
-from app.fleet.service import WORKER_SILENCE_S
+from app.fleet.overview import seen_workers
+from app.settings import get_settings
 from tests.factories import add_model, add_worker
 from tests.integration.conftest import Api, running
 from tests.services import PostgresServer, RedisServer
@@ -34,10 +35,27 @@ def test_a_service_without_workers_says_so(api: Api) -> None:
     assert health(api) == (503, ["no worker has registered a model"])
 
 
-def test_a_silent_worker_does_not_count(api: Api) -> None:
+def fall_silent(api: Api, silence_s: float) -> None:
     with api.database.write() as session:
-        session.execute(update(Worker).values(last_seen=database_clock() - WORKER_SILENCE_S - 1))
+        session.execute(update(Worker).values(last_seen=database_clock() - silence_s))
+
+
+def test_a_silent_worker_does_not_count(api: Api) -> None:
+    fall_silent(api, 13)
     assert health(api) == (503, ["no live sample worker for tiny", "no live train worker for tiny"])
+
+
+def test_a_worker_with_long_leases_may_be_silent_for_longer(
+    configure: Callable[..., None], sqlite_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    with running(configure, sqlite_url, redis_url, tmp_path, lease_s=60) as api:
+        fall_silent(api, 61)
+        with api.database.read() as session:
+            assert [one.is_alive for one in seen_workers(session, silence_s=get_settings().worker_silence_s)] == [True]
+        assert health(api) == (200, [])
+        assert "queue_state_reason" not in api.poll(f"{api.create(api.session())['model_id']}:0").json()
+        fall_silent(api, 91)
+        assert health(api)[0] == 503
 
 
 def test_a_role_that_no_worker_has_is_named(api: Api) -> None:
