@@ -114,16 +114,18 @@ def assert_exactly_once(database: Database, model_id: str, last: int) -> None:
 
 
 def _wrong_states(entries: Iterable[_Entry], last: int) -> Iterator[str]:
-    """Each operation arrives, and becomes finished once; one that fails on arrival is finished then."""
+    """Each operation arrives, and becomes finished once; one that fails on arrival is finished then. One after the
+    last waits for those that are missing before it."""
     chains: dict[int, list[str]] = defaultdict(list)
     for one in entries:
         assert one.seq_id is not None
         chains[one.seq_id].append(one.after)
     for seq_id in sorted(chains.keys() | set(range(last + 1))):
-        if (chain := chains[seq_id]) not in ([ACCEPTED, DONE], [ACCEPTED, FAILED], [DONE], [FAILED]):
+        chain = chains[seq_id]
+        if seq_id > last and chain not in ([ACCEPTED], [FAILED]):
+            yield f"operation {seq_id} comes after the last one, {last}, and did not wait: {' → '.join(chain)}"
+        elif seq_id <= last and chain not in ([ACCEPTED, DONE], [ACCEPTED, FAILED], [DONE], [FAILED]):
             yield f"operation {seq_id} was not finished exactly once: {' → '.join(chain) or 'it never came'}"
-    if too_many := [seq_id for seq_id in chains if seq_id > last]:
-        yield f"operations {too_many} come after the last one, {last}"
 
 
 def _wrong_results(entries: Iterable[_Entry], *, may_forget: bool) -> Iterator[str]:

@@ -107,7 +107,12 @@ FORBIDDEN: dict[str, tuple[Callable[[Session, str], None], int, str]] = {
         "operation 5 was finished when the position went from 1 to 4",
     ),
     "an operation left out": (leave_one_out, LAST + 1, "operation 5 was not finished exactly once: accepted"),
-    "an operation that nobody asked for": (leave_one_out, LAST, "operations [5] come after the last one, 4"),
+    "an operation that did not wait": (finish_too_early, LAST, "operation 5 comes after the last one, 4, and did not"),
+    "an operation that never came": (
+        lambda session, model_id: change_run(session, model_id, applied_seq=LAST + 1),
+        LAST + 1,
+        "operation 5 was not finished exactly once: it never came",
+    ),
     "another result": (
         lambda session, model_id: change_operation(session, model_id, 1, result=b'{"a": 1}'),
         LAST,
@@ -135,6 +140,7 @@ def test_what_workers_do_is_lawful(database: Database, model_id: str) -> None:
     with database.write() as session:
         lease.release(session, worker_id=WORKER, model_id=model_id, epoch=1)
         lease.take(session, worker_id="other", lease_s=60.0, model_ids=[model_id])
+        factories.add_operation(session, model_id, LAST + 2)
         log.prune_bodies(session, model_id, after=-1, upto=LAST)
         log.finish(session, [Finished(model_id, 1, Payload(b"again", None, 5), "json")])
     assert audit.violations(database, model_id, LAST) == []
