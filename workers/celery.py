@@ -20,9 +20,8 @@ from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.platforms import EX_FAILURE, EX_OK
 from celery.worker import state
-from kombu import Queue
 
-from app.fleet.queues import celery_settings, sample_queue, train_queue, wake_queue
+from app.fleet.queues import celery_settings, doorbells, sample_queue, train_queue, wake_queue
 from app.settings import get_settings
 from app.telemetry.logs import configure_logs
 from app.up.signals import SAME_REQUEST_S
@@ -107,18 +106,11 @@ def _start(instance: Any, **kwargs: Any) -> None:
     worker = start(serving)
     for role in serving:
         queues.deselect(role)
-    queues.select_add(_doorbells(wake_queue(worker.worker_id)))
+    queues.select_add(doorbells(wake_queue(worker.worker_id)))
     if "train" in serving:
-        queues.select_add(_doorbells(train_queue(worker.pool)))
+        queues.select_add(doorbells(train_queue(worker.pool)))
     if "sample" in serving:
-        queues.select_add(_doorbells(sample_queue(worker.pool)))
-
-
-def _doorbells(name: str) -> Queue:
-    """A queue whose messages are gone once they are read, which saves two round trips to Redis for each. One that dies
-    with its worker is not missed, since the log and the claims say what there is to do.
-    """
-    return Queue(name, no_ack=True)
+        queues.select_add(doorbells(sample_queue(worker.pool)))
 
 
 @signals.worker_ready.connect

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 import structlog
@@ -18,7 +17,6 @@ from app.checkpoints.models import Checkpoint
 from app.custom_losses.service import forget_losses
 from app.db import Database, get_database, utc_now
 from app.fleet.models import Model
-from app.fleet.queues import wake_queue
 from app.fleet.service import remove_dead_workers
 from app.runs import log
 from app.sampling.endings import forget_samples_of_ended_sessions
@@ -30,6 +28,7 @@ from app.storage.blobs import BlobStore, get_blob_store
 from workers import watch
 from workers.celery import app
 from workers.collector import Collector
+from workers.lost_doorbells import forget_lost_doorbells
 from workers.snapshot_folders import shared_folders
 from workers.uploading import upload_waiting
 
@@ -71,7 +70,7 @@ def tidy() -> None:
         ended = endings.end_silent(session, silent_before=utc_now() - timedelta(seconds=settings.session_retention_s))
         dead = remove_dead_workers(session, silent_for_s=_DEAD_SILENCES * settings.worker_silence_s)
     with database.read() as session:
-        forgotten = _tidy_redis(session, dead)
+        forgotten = _forget_samples(session)
     store = get_blob_store()
     _forget_results(database, store, settings)
     closed = _close_runs(database, store, settings)
@@ -100,8 +99,14 @@ def _forget_results(database: Database, store: BlobStore, settings: Settings) ->
 
 @app.task(name="tinworks.collect", ignore_result=True)
 def collect() -> None:
-    """Delete the blobs that nothing refers to."""
-    Collector(get_database(), get_blob_store(), get_settings(), after=_collected_up_to).round()
+    """Delete the doorbells that nobody will hear, and the blobs that nothing refers to."""
+    settings, database = get_settings(), get_database()
+    try:
+        with _redis(settings) as client:
+            forget_lost_doorbells(client, database)
+    except (RedisError, OSError) as error:
+        logger.warning("doorbells_not_forgotten", error=type(error).__name__)
+    Collector(database, get_blob_store(), settings, after=_collected_up_to).round()
 
 
 def _upload_orphans(database: Database, store: BlobStore, settings: Settings) -> None:
@@ -161,15 +166,12 @@ def _close_runs(database: Database, store: BlobStore, settings: Settings) -> int
     return closed
 
 
-def _tidy_redis(session: Session, dead_workers: Sequence[str]) -> int:
-    """Drop the samples of sessions that have ended, and the doorbells that dead workers never heard; returns how many
-    samples. Without Redis there are neither."""
+def _forget_samples(session: Session) -> int:
+    """Drop the samples of sessions that have ended; returns how many. Without Redis there are none."""
     try:
         with _redis(get_settings()) as client:
-            if dead_workers:
-                client.delete(*map(wake_queue, dead_workers))
             pools = session.scalars(select(Model.pool)).all()
             return forget_samples_of_ended_sessions(client, session, pools, silent_before=utc_now() - _SILENT_FOR_GOOD)
     except (RedisError, OSError) as error:
-        logger.warning("redis_not_tidied", error=type(error).__name__)
+        logger.warning("samples_not_forgotten", error=type(error).__name__)
         return 0

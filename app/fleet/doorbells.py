@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import structlog
 from celery import Celery
 
-from app.fleet.queues import SAMPLE_TASK, celery_settings, operation_task, sample_queue, train_queue, wake_queue
+from app.fleet.queues import (
+    SAMPLE_TASK,
+    celery_settings,
+    doorbells,
+    operation_task,
+    sample_queue,
+    train_queue,
+    wake_queue,
+)
 from app.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -94,7 +102,7 @@ class DoorbellPublisher:
 
     def _publish(self, bell: Doorbell) -> None:
         try:
-            self._celery.send_task(bell.task, args=bell.args, queue=bell.queue)
+            self._celery.send_task(bell.task, args=bell.args, queue=doorbells(bell.queue))
         except Exception as error:  # whatever it is, the thread goes on: train loops and samplers look by themselves
             self.lost += 1
             log.warning("doorbell_lost", task=bell.task, queue=bell.queue, error=type(error).__name__)

@@ -18,7 +18,7 @@ from app.errors import ConflictingReplay, InvalidRequest, NotFound
 from app.fleet.service import ServedModel, find_model
 from app.runs import log
 from app.runs.log import Failure, Payload
-from app.runs.models import Run
+from app.runs.models import Run, holder
 from app.runs.requests import Submitted, fingerprint, readable, validate
 from app.runs.schemas import CreateFromWeights, CreateModel, Info, ModelData, OptimizerConfig
 from app.sessions.service import require_live
@@ -124,9 +124,9 @@ class RunCreation:
                 )
             except ConflictingReplay as error:
                 raise ConflictingReplay(f"model_seq_id: {run.model_seq_id} was already used for another run") from error
-            current = known or run
+            worker_id = session.scalar(select(holder()).where(Run.id == run.id)) if known else None
             will_finish = added and failure is None
-            return Submitted(log.request_id_of(run.id, 0), run.id, kind, current.pool, current.worker_id, will_finish)
+            return Submitted(log.request_id_of(run.id, 0), run.id, kind, (known or run).pool, worker_id, will_finish)
 
     def info(self, owner_id: str, model_id: str) -> Info:
         """`get_info`. Raises NotFound."""

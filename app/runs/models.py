@@ -5,10 +5,23 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, LargeBinary, String, Text, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    ColumnElement,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    String,
+    Text,
+    case,
+    text,
+)
 from sqlalchemy.orm import Mapped, mapped_column
 
-from app.db import Base, UtcDateTime, utc_now
+from app.db import Base, UtcDateTime, database_clock, utc_now
 
 LOG_FORMAT = 1
 """Version of the bodies and results that this release writes; a worker leaves rows of a newer one to others."""
@@ -63,6 +76,11 @@ class Run(Base):
     copied_from: Mapped[str | None] = mapped_column(String(500))
     closed_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     tried_seq: Mapped[int | None] = mapped_column(Integer)
+
+
+def holder() -> ColumnElement[str | None]:
+    """The worker that holds a run now; None also if it has died, as far as its lease tells."""
+    return case((Run.lease_expires_at > database_clock(), Run.worker_id))
 
 
 class Operation(Base):

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from app.db import Database, utc_now
 from app.errors import Gone, NotFound
 from app.runs.log import UNLOADED_SEQ
-from app.runs.models import Operation, Run
+from app.runs.models import Operation, Run, holder
 from app.sessions.models import ClientSession
 from app.sessions.schemas import CreateSession, FinishSession
 
@@ -83,7 +83,7 @@ class LiveRun:
 _LIVE_RUN = (
     select(
         Run.pool,
-        Run.worker_id,
+        holder().label("worker_id"),
         Run.last_request_at,
         ClientSession.id,
         ClientSession.last_seen_at,

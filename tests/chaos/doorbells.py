@@ -10,9 +10,13 @@ from typing import Any
 
 import redis
 from redis.exceptions import RedisError
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 
-_BINDINGS = "_kombu.binding.*"
-_SEPARATOR = "\x06\x16"
+from app.db import Database
+from app.fleet.models import Worker
+from app.fleet.queues import sample_queue, train_queue, wake_queue
+
 _HELD_S = 0.4
 
 
@@ -27,7 +31,8 @@ class Meddling:
 class Meddler:
     """Reads the same lists as the workers, so that it gets some of the messages and they the others."""
 
-    def __init__(self, redis_url: str, seed: float) -> None:
+    def __init__(self, redis_url: str, database: Database, seed: float) -> None:
+        self._database = database
         self._redis: Any = redis.Redis.from_url(redis_url, socket_timeout=2.0, socket_connect_timeout=1.0)
         self._chance = random.Random(seed)
         self._ended = threading.Event()
@@ -47,7 +52,7 @@ class Meddler:
         while not self._ended.is_set() and (time.monotonic() < end or not meddling.done):
             try:
                 meddling.done += self._once(meddling.how)
-            except RedisError:  # it may be dead as well
+            except (RedisError, SQLAlchemyError):  # they may be dead as well
                 time.sleep(0.1)
 
     def _once(self, how: str) -> int:
@@ -71,10 +76,8 @@ class Meddler:
         return len(held)
 
     def _queues(self) -> list[str]:
-        """Queues of doorbells that workers have declared."""
-        names = {
-            binding.decode().split(_SEPARATOR)[-1]
-            for key in self._redis.keys(_BINDINGS)
-            for binding in self._redis.smembers(key)
-        }
-        return sorted(name for name in names if name.split(".")[0] in ("train", "sample", "wake"))
+        """Queues of doorbells that workers hear."""
+        with self._database.read() as session:
+            workers = session.execute(select(Worker.id, Worker.pool)).all()
+        names = {queue for _, pool in workers for queue in (train_queue(pool), sample_queue(pool))}
+        return sorted(names | {wake_queue(worker_id) for worker_id, _ in workers})

@@ -57,7 +57,7 @@ class World(Deployment):
         self._paused: list[tuple[float, RoleProcess]] = []
         self._well_at = 0.0
         self._begin = time.monotonic()
-        self._meddler = Meddler(redis.url, plan.seed)
+        self._meddler = Meddler(redis.url, self.database, plan.seed)
         self._meddlings: dict[Blow, Meddling] = {}
         self.environment |= SETTINGS
         self.environment["TINWORKS_SAMPLE_USE_RETRIEVE_FUTURES"] = str(plan.batch_polls)

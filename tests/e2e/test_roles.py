@@ -122,12 +122,6 @@ def _holder(deployment: Deployment, model_id: str) -> str | None:
         return session.scalar(select(Run.worker_id).where(Run.id == model_id))
 
 
-def _queues(deployment: Deployment) -> set[str]:
-    """Every queue that Celery has declared in Redis."""
-    bindings = [b for name in deployment.redis.keys("_kombu.binding.*") for b in deployment.redis.smembers(name)]
-    return {binding.decode().split("\x06\x16")[-1] for binding in bindings}
-
-
 def _claimed_by(deployment: Deployment, worker_id: str | None) -> int:
     """How many samples a worker has claimed now."""
     waiting = deployment.redis.zrange(unfinished_key(POOL), 0, -1)
@@ -191,7 +185,6 @@ def test_more_workers_on_one_host_each_hear_their_own_bell(
         workers = {row.id: row.roles for row in session.scalars(select(Worker))}
     trainers = [worker_id for worker_id, roles in workers.items() if roles == ["train"]]
     assert sorted(workers.values()) == [["sample"], ["sample"], ["train"], ["train"]]
-    assert {wake_queue(worker_id) for worker_id in trainers} <= _queues(deployment)
     assert deployment.health() == (200, '{"status":"ok"}')
 
     celery = Celery(broker=deployment.environment["REDIS_URL"], set_as_current=False)

@@ -52,6 +52,12 @@ def test_a_run_that_a_worker_holds_rings_at_that_worker(publisher: DoorbellPubli
     assert broker.llen("train.tiny") == 0
 
 
+def test_nothing_is_left_of_a_bell_that_was_heard(publisher: DoorbellPublisher, broker: redis.Redis) -> None:
+    ring(publisher, worker_id="w1")
+    wait_for(lambda: broker.rpop("wake.w1"))
+    assert broker.keys() == []
+
+
 def test_a_sample_goes_to_the_samplers_of_its_pool(publisher: DoorbellPublisher, broker: redis.Redis) -> None:
     publisher.ring_sample(request_id="s:sample:0:7", pool="tiny")
     wait_for(lambda: broker.llen("sample.tiny"))

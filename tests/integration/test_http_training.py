@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import zstandard
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from tinker.proto import tinker_public_pb2 as sdk
 
-from app.db import utc_now
+from app.db import database_clock, utc_now
 from app.runs.models import Operation, Run
 from tests.factories import VOCABULARY, add_checkpoint
 from tests.integration.conftest import Api
+from tests.services import wait_for
 
 Batch = Callable[..., bytes]
 SAVE = {"path": "first", "type": "save_weights"}
@@ -370,3 +372,19 @@ def test_a_hostile_body_is_no_error_of_the_server(each_api: Api, case: str) -> N
     answer = each_api.post(path, body)
     assert answer.status_code < 500, answer.text
     assert answer.status_code != 408
+
+
+@pytest.mark.parametrize(("left_s", "queue"), [(60.0, "wake.w1"), (-1.0, "train.tiny")])
+def test_the_bell_of_a_run_rings_at_the_worker_whose_lease_lasts(
+    each_api: Api, batch: Batch, redis_url: str, left_s: float, queue: str
+) -> None:
+    """A dead worker is left in the runs that it held until they have work again."""
+    model_id = each_api.run()
+    with redis.Redis.from_url(redis_url) as broker:
+        wait_for(lambda: broker.delete("train.tiny"))  # the bell of the creation
+        with each_api.database.write() as session:
+            held = {"worker_id": "w1", "lease_expires_at": database_clock() + left_s}
+            session.execute(update(Run).where(Run.id == model_id).values(**held))
+        assert each_api.forward_backward(batch(model_id, 1)).status_code == 200
+        wait_for(lambda: broker.exists("wake.w1", "train.tiny"))
+        assert broker.exists(queue)

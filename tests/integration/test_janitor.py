@@ -31,7 +31,7 @@ from app.sessions.service import heartbeat
 from app.storage.blobs import get_blob_store
 from app.up.network import free_port
 from tests.factories import POOL, add_checkpoint, add_model, add_operation, add_worker, new_run
-from workers.janitor import tidy
+from workers.janitor import collect, tidy
 from workers.watch import UP_SINCE_KEY
 
 
@@ -119,17 +119,33 @@ def test_sessions_that_stay_silent_end(database: Database, run: Run) -> None:
     heartbeat(database, young.owner_id, young.session_id)
 
 
-def test_workers_that_died_long_ago_go_with_their_doorbells(database: Database, redis_url: str) -> None:
+def test_workers_that_died_long_ago_go(database: Database) -> None:
     with database.write() as session:
         alive, dead = add_worker(session), add_worker(session)
         session.execute(update(Worker).where(Worker.id == dead).values(last_seen=database_clock() - 601))
-    with redis.Redis.from_url(redis_url) as server:
-        for worker_id in (alive, dead):
-            server.lpush(wake_queue(worker_id), "a doorbell")
-        tidy()
-        assert [server.exists(wake_queue(worker_id)) for worker_id in (alive, dead)] == [1, 0]
+    tidy()
     with database.read() as session:
         assert list(session.scalars(select(Worker.id))) == [alive]
+
+
+def test_doorbells_of_workers_that_are_gone_go(database: Database, redis_url: str) -> None:
+    """Whenever the worker went, and whoever rang at it since; what an older Celery noted of its queue goes as well."""
+    with database.write() as session:
+        alive, gone = add_worker(session), "worker-gone"
+    notes = [f"_kombu.binding{kind}.{wake_queue(gone)}" for kind in ("", "_permanent")]
+    others = [wake_queue(alive), "train.tiny", "sample.wake.up", f"_kombu.binding.{wake_queue(alive)}"]
+    with redis.Redis.from_url(redis_url) as server:
+        for name in (wake_queue(gone), *notes, *others):
+            server.lpush(name, "a doorbell")
+        collect()
+        assert {name.decode() for name in server.scan_iter()} == set(others)
+
+
+def test_blobs_are_collected_while_redis_is_away(database: Database, configure: Callable[..., None]) -> None:
+    configure(REDIS_URL=f"redis://127.0.0.1:{free_port()}/0", TINWORKS_ORPHAN_GRACE_S=0)
+    get_blob_store().put("results/orphan", b"result")
+    collect()
+    assert not get_blob_store().list("results")
 
 
 @pytest.mark.parametrize("end", ["silent for long", "silent for a moment", "finished", None])
