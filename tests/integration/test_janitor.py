@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -220,6 +222,44 @@ def test_two_rounds_are_as_good_as_one(database: Database, run: Run) -> None:
     tidy()
     with database.read() as session:
         assert list(session.scalars(select(Operation.seq_id).order_by(Operation.seq_id))) == [1, 2]
+
+
+def test_rounds_at_once_are_as_good_as_one(database: Database, run: Run) -> None:
+    """Whoever is first does it, or each does a part: nothing is left, done twice, or an error."""
+    blobs, results, at_once = get_blob_store(), 20, 3
+    ended = new_run(database)
+    with database.write() as session:
+        for seq_id in range(1, results + 1):
+            blobs.put(f"results/{seq_id}", b"result")
+            add_operation(session, run.id, seq_id)
+            log.finish(session, [Finished(run.id, seq_id, Payload(None, f"results/{seq_id}", 6), "proto")])
+        long_ago = utc_now() - timedelta(hours=25)
+        session.execute(update(Operation).values(finished_at=long_ago))
+        session.get_one(Run, run.id).applied_seq = results
+        session.get_one(Run, run.id).last_request_at = long_ago
+        add_operation(session, run.id, results + 2)
+        waiting = update(Operation).where(Operation.seq_id == results + 2)
+        session.execute(waiting.values(created_at=utc_now() - timedelta(minutes=21)))
+        add_checkpoint(session, run, "old", expires_at=utc_now() - timedelta(seconds=1))
+        dead = add_worker(session)
+        session.execute(update(Worker).where(Worker.id == dead).values(last_seen=database_clock() - 601))
+        session.get_one(ClientSession, ended.session_id).finished_at = utc_now() - timedelta(hours=1)
+    together = threading.Barrier(at_once)
+
+    def tidy_together() -> None:
+        together.wait()
+        tidy()
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for round_ in [pool.submit(tidy_together) for _ in range(at_once)]:
+            round_.result()
+    assert not blobs.list("results")
+    with database.read() as session:
+        assert [row.seq_id for row in session.scalars(select(Operation).where(Operation.kind == log.MISSING))] == [21]
+        assert not session.scalars(select(Checkpoint.name)).all()
+        assert not session.scalars(select(Worker.id)).all()
+        assert session.get_one(Run, ended.id).closed_at is not None
+        assert session.get_one(Run, run.id).closed_at is None
 
 
 def test_uploaded_losses_go_with_their_sessions(database: Database, run: Run) -> None:
