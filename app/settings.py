@@ -114,7 +114,11 @@ class Settings(BaseSettings):
     metadata_first_bytes: int = Field(
         2**20, ge=2**10, description="A result above this size is announced first, so that clients make room for it"
     )
-    result_ttl_s: int = Field(24 * 3600, description="How long results are kept after they were made")
+    result_ttl_s: int = Field(
+        24 * 3600,
+        description="How long a run is quiet before its results are forgotten; of one that never is, those that are as "
+        "old and 2000 operations behind",
+    )
 
     # -- downloads
     public_url: str = Field(

@@ -19,6 +19,7 @@ from app.db import Database, get_database, utc_now
 from app.fleet.models import Model
 from app.fleet.service import remove_dead_workers
 from app.runs import log
+from app.runs.results import prune_results
 from app.sampling.endings import forget_samples_of_ended_sessions
 from app.sampling.records import forget_recorded
 from app.sessions import endings
@@ -87,8 +88,8 @@ def _forget_results(database: Database, store: BlobStore, settings: Settings) ->
     while more and time.monotonic() - began < _FORGETTING_S:
         now = utc_now()
         with database.write() as session:
-            finished_before = now - timedelta(seconds=settings.result_ttl_s)
-            count, blobs = log.prune_results(session, finished_before=finished_before, limit=_FORGET_AT_ONCE)
+            quiet_since = now - timedelta(seconds=settings.result_ttl_s)
+            count, blobs = prune_results(session, quiet_since=quiet_since, limit=_FORGET_AT_ONCE)
         with database.write() as session:
             recorded_before = now - timedelta(seconds=settings.sampled_sequence_ttl_s)
             recorded = forget_recorded(session, before=recorded_before, limit=_FORGET_AT_ONCE)

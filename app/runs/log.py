@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import cast
 
 import orjson
@@ -309,24 +309,6 @@ def prune_bodies(session: Session, model_id: str, *, after: int, upto: int) -> l
     blobs = list(session.scalars(select(Operation.body_blob).where(*covered, Operation.body_blob.is_not(None))))
     session.execute(update(Operation).where(*covered).values(body=None, body_blob=None))
     return [blob for blob in blobs if blob]
-
-
-def prune_results(session: Session, *, finished_before: datetime, limit: int) -> tuple[int, list[str]]:
-    """Forget old results, so many at most. Returns how many, and the blobs to delete once this is committed."""
-    query = (
-        select(Operation.model_id, Operation.seq_id, Operation.result_blob)
-        .where(Operation.finished_at < finished_before, Operation.result_kind.is_not(None))
-        .order_by(Operation.finished_at)
-        .limit(limit)
-    )
-    rows = session.execute(query).all()
-    for row in rows:
-        session.execute(
-            update(Operation)
-            .where(Operation.model_id == row.model_id, Operation.seq_id == row.seq_id)
-            .values(result=None, result_blob=None, result_kind=None)
-        )
-    return len(rows), [row.result_blob for row in rows if row.result_blob]
 
 
 def fill_gaps(session: Session, *, older_than: timedelta) -> list[tuple[str, int]]:

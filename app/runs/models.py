@@ -96,8 +96,9 @@ class Operation(Base):
             postgresql_where=text("state = 'accepted'"),
         ),
         Index(
-            "ix_operations_results",
-            "finished_at",
+            "ix_operations_kept",
+            "model_id",
+            "seq_id",
             sqlite_where=text("result_kind IS NOT NULL"),
             postgresql_where=text("result_kind IS NOT NULL"),
         ),

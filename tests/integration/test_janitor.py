@@ -204,12 +204,13 @@ def test_old_results_go_with_their_blobs(database: Database, run: Run) -> None:
     blobs = get_blob_store()
     for name in ("old", "young"):
         blobs.put(f"results/{name}", b"result")
+    other, long_ago = new_run(database), utc_now() - timedelta(hours=25)
     with database.write() as session:
-        for seq_id, name in enumerate(("old", "young"), 1):
-            add_operation(session, run.id, seq_id)
-            log.finish(session, [Finished(run.id, seq_id, Payload(None, f"results/{name}", 6), "proto")])
-        old = update(Operation).where(Operation.seq_id == 1).values(finished_at=utc_now() - timedelta(hours=25))
-        session.execute(old)
+        for each, name in ((run, "old"), (other, "young")):
+            add_operation(session, each.id, 1)
+            log.finish(session, [Finished(each.id, 1, Payload(None, f"results/{name}", 6), "proto")])
+        session.execute(update(Run).where(Run.id == run.id).values(last_request_at=long_ago))
+        session.execute(update(Operation).where(Operation.model_id == run.id).values(finished_at=long_ago))
     tidy()
     assert blobs.list("results") == ["results/young"]
 
@@ -227,7 +228,7 @@ def test_two_rounds_are_as_good_as_one(database: Database, run: Run) -> None:
 def test_rounds_at_once_are_as_good_as_one(database: Database, run: Run) -> None:
     """Whoever is first does it, or each does a part: nothing is left, done twice, or an error."""
     blobs, results, at_once = get_blob_store(), 20, 3
-    ended = new_run(database)
+    ended, behind = new_run(database), new_run(database)
     with database.write() as session:
         for seq_id in range(1, results + 1):
             blobs.put(f"results/{seq_id}", b"result")
@@ -237,8 +238,8 @@ def test_rounds_at_once_are_as_good_as_one(database: Database, run: Run) -> None
         session.execute(update(Operation).values(finished_at=long_ago))
         session.get_one(Run, run.id).applied_seq = results
         session.get_one(Run, run.id).last_request_at = long_ago
-        add_operation(session, run.id, results + 2)
-        waiting = update(Operation).where(Operation.seq_id == results + 2)
+        add_operation(session, behind.id, 2)
+        waiting = update(Operation).where(Operation.model_id == behind.id)
         session.execute(waiting.values(created_at=utc_now() - timedelta(minutes=21)))
         add_checkpoint(session, run, "old", expires_at=utc_now() - timedelta(seconds=1))
         dead = add_worker(session)
@@ -255,7 +256,7 @@ def test_rounds_at_once_are_as_good_as_one(database: Database, run: Run) -> None
             round_.result()
     assert not blobs.list("results")
     with database.read() as session:
-        assert [row.seq_id for row in session.scalars(select(Operation).where(Operation.kind == log.MISSING))] == [21]
+        assert [row.seq_id for row in session.scalars(select(Operation).where(Operation.kind == log.MISSING))] == [1]
         assert not session.scalars(select(Checkpoint.name)).all()
         assert not session.scalars(select(Worker.id)).all()
         assert session.get_one(Run, ended.id).closed_at is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -254,41 +253,6 @@ def test_a_repeat_of_a_forgotten_request_is_known(database: Database, run: Run) 
     with database.write() as session:
         log.prune_bodies(session, run.id, after=-1, upto=1)
         assert not add_operation(session, run.id, 1)
-
-
-@pytest.fixture
-def results(database: Database, run: Run) -> Callable[[timedelta], None]:
-    """Finishes operations 1 (inline) and 2 (in a blob), some time ago."""
-
-    def make(ago: timedelta) -> None:
-        append(database, run, 1, 2)
-        with database.write() as session:
-            log.finish(session, [Finished(run.id, 1, Payload(b"one", None, 3), "json")])
-            log.finish(session, [Finished(run.id, 2, Payload(None, "results/2", 3), "proto")])
-            session.execute(update(Operation).values(finished_at=utc_now() - ago))
-
-    return make
-
-
-def test_old_results_are_forgotten_and_their_rows_are_not(
-    database: Database, run: Run, results: Callable[[timedelta], None]
-) -> None:
-    results(timedelta(hours=25))
-    with database.write() as session:
-        assert log.prune_results(session, finished_before=utc_now() - timedelta(hours=24), limit=9) == (
-            2,
-            ["results/2"],
-        )
-    found = rows(database, run)
-    assert [row.state for row in found.values()] == [DONE, DONE]
-    assert [(row.result, row.result_blob, row.result_kind) for row in found.values()] == [(None, None, None)] * 2
-
-
-def test_young_results_are_kept(database: Database, run: Run, results: Callable[[timedelta], None]) -> None:
-    results(timedelta(hours=23))
-    with database.write() as session:
-        assert log.prune_results(session, finished_before=utc_now() - timedelta(hours=24), limit=9) == (0, [])
-    assert rows(database, run)[1].result == b"one"
 
 
 def test_a_run_that_is_deleted_takes_its_operations_with_it(database: Database, run: Run) -> None:
