@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,7 +12,7 @@ from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
 
 from app.runs import log
-from app.runs.log import ACCEPTED, DONE, Finished
+from app.runs.log import ACCEPTED, DONE, Finished, Ready
 from app.wire.types import LoraConfig
 from tests.unit.workers.train.train_lab import (
     Client,
@@ -300,6 +300,30 @@ def test_a_death_counts_against_the_one_that_was_tried(lab: Lab, monkeypatch: py
         if client.model_id not in residents(last):
             lab.restore(last, client)
         assert_close(state_of(last, client), client.alone)
+
+
+def test_a_body_that_kills_whoever_reads_it_is_given_up(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, sick, healthy = lab.worker(), lab.client(rank=2), lab.client(rank=3)
+    lab.work(first)
+    bad = sick.send(random_data(1))
+    _, step = healthy.train(1)
+    real = log.load_bodies
+
+    def reading(session: Session, blobs: Any, operations: Iterable[Ready]) -> Any:
+        wanted = list(operations)
+        if (sick.model_id, bad) in {(one.model_id, one.seq_id) for one in wanted}:
+            raise Killed
+        return real(session, blobs, wanted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log, "load_bodies", reading)
+        die(lab, first)
+        for _ in range(MAX_CRASHES - 1):
+            die(lab, lab.worker())
+        last = lab.worker()
+        lab.work(last)
+    assert sick.error(bad)[0] == "server"
+    assert healthy.operation(step).state == DONE
 
 
 # -- a restore that takes its worker with it

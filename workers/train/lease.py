@@ -61,19 +61,15 @@ def take(session: Session, *, worker_id: str, lease_s: float, model_ids: Iterabl
     return taken
 
 
-def try_(session: Session, *, worker_id: str, model_id: str, epoch: int, begins: bool) -> bool:
+def try_(session: Session, *, worker_id: str, model_id: str, epoch: int, begins: bool) -> None:
     """Note that the trial of a run at which workers have died begins, or is over: its state is rebuilt, or its next
-    operation computed, and if this worker dies of it, that counts. False if the lease is lost."""
-    return _changed(session, _fenced(worker_id, model_id, epoch).values(tried_seq=Run.applied_seq if begins else None))
+    operation computed, and if this worker dies of it, that counts. Nothing changes if the lease is lost."""
+    _changed(session, _fenced(worker_id, model_id, epoch).values(tried_seq=Run.applied_seq if begins else None))
 
 
 def renew(session: Session, *, worker_id: str, lease_s: float) -> int:
-    """Renew every lease of a worker; returns how many it holds. One that ran out and was not taken is renewed too.
-
-    Rows are locked in the order of their ids, as commits do: else each could wait for what the other has.
-    """
-    mine = Run.worker_id == worker_id
-    session.execute(select(Run.id).where(mine).order_by(Run.id).with_for_update(key_share=True)).all()
+    """Renew every lease of a worker; returns how many it holds. One that ran out and was not taken is renewed too."""
+    mine = _lock_all(session, worker_id)
     query = update(Run).where(mine).values(lease_expires_at=database_clock() + lease_s)
     return session.execute(query).rowcount  # type: ignore[attr-defined, no-any-return]
 
@@ -86,8 +82,16 @@ def release(session: Session, *, worker_id: str, model_id: str, epoch: int) -> b
 def release_all(session: Session, *, worker_id: str) -> int:
     """Give all runs of a worker back that ends while it still computes: what it has not committed by then it never
     will. Returns how many there were."""
-    mine = update(Run).where(Run.worker_id == worker_id).values(worker_id=None, lease_expires_at=None)
-    return session.execute(mine).rowcount  # type: ignore[attr-defined, no-any-return]
+    mine = _lock_all(session, worker_id)
+    query = update(Run).where(mine).values(worker_id=None, lease_expires_at=None)
+    return session.execute(query).rowcount  # type: ignore[attr-defined, no-any-return]
+
+
+def _lock_all(session: Session, worker_id: str) -> ColumnElement[bool]:
+    """Lock a worker's runs in the order of their ids, as commits do: else each could wait for what the other has."""
+    mine = Run.worker_id == worker_id
+    session.execute(select(Run.id).where(mine).order_by(Run.id).with_for_update(key_share=True)).all()
+    return mine
 
 
 _runs = cast(Table, Run.__table__)

@@ -222,7 +222,6 @@ class TrainLoop:
         if bodies is None:
             self._residents.crashed({operation.model_id for operation in planned.operations})
             return True
-        self._residents.begin_trials(operation.model_id for operation in planned.operations)
         try:
             with self.progress.during("pass"):
                 effects = self._execute(planned, bodies)
@@ -272,6 +271,7 @@ class TrainLoop:
         ]
         self.progress.queued_tokens = sum(o.tokens for queue in queues for o in queue.operations)
         planned = plan(queues, pass_tokens=self._settings.pass_tokens, shares=self._shares)
+        self._residents.try_only({operation.model_id for operation in planned.operations})
         try:
             return planned, log.load_bodies(session, self._blobs, _with_bodies(planned))
         except BlobMissing as error:

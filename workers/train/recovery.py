@@ -72,6 +72,7 @@ def _begin(granted: Lease, database: Database, blobs: BlobStore, base: BaseModel
     """A slot at the run's last snapshot, and what it has done since."""
     run = granted.run
     slot = Slot(run=run, epoch=granted.epoch, applied_seq=run.applied_seq, crashes=granted.crashes)
+    slot.on_trial = granted.crashes > 0
     slot.recovery_snapshot_id = run.recovery_snapshot_id
     if run.recovery_snapshot_id is not None:
         with database.read() as session:

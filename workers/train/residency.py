@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -131,7 +132,7 @@ class Residents:
                 self.slots[one.run.id] = outcome
             else:
                 self._not_restored(one, outcome, pending)
-        self._end_trials(granted)
+        self.try_only(())
 
     def _not_restored(self, granted: Lease, error: Exception, pending: set[str]) -> None:
         model_id = granted.run.id
@@ -206,24 +207,18 @@ class Residents:
                 lease.release(session, worker_id=self._worker_id, model_id=one.run.id, epoch=one.epoch)
         return kept
 
-    def _end_trials(self, granted: Sequence[Lease]) -> None:
-        """After a restore."""
-        suspects = [one for one in granted if one.crashes and one.run.id in self.slots]
-        if not suspects:
+    def try_only(self, model_ids: Collection[str]) -> None:
+        """Note which of the runs at which workers have died are tried now: these and no others. To be called before
+        anything of their operations is touched."""
+        suspects = [slot for slot in self.slots.values() if slot.crashes]
+        changed = [slot for slot in suspects if slot.on_trial != (slot.run.id in model_ids)]
+        if not changed:
             return
         with self._database.write() as session:
-            for one in suspects:
-                lease.try_(session, worker_id=self._worker_id, model_id=one.run.id, epoch=one.epoch, begins=False)
-
-    def begin_trials(self, model_ids: Iterable[str]) -> None:
-        """Before operations are computed: note those of runs at which workers have died."""
-        suspects = sorted(model_id for model_id in set(model_ids) if self.slots[model_id].crashes)
-        if not suspects:
-            return
-        with self._database.write() as session:
-            for model_id in suspects:
-                epoch = self.slots[model_id].epoch
-                lease.try_(session, worker_id=self._worker_id, model_id=model_id, epoch=epoch, begins=True)
+            for slot in sorted(changed, key=lambda slot: slot.run.id):
+                slot.on_trial = not slot.on_trial
+                fence: dict[str, Any] = {"worker_id": self._worker_id, "model_id": slot.run.id, "epoch": slot.epoch}
+                lease.try_(session, **fence, begins=slot.on_trial)
 
     def _make_room(self, count: int, pending: set[str], *, owner_id: str | None = None) -> int:
         """Evict runs, of one tenant or of all, for others that wait: idle ones, and if that is not enough, those that

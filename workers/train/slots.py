@@ -45,7 +45,7 @@ class RunState:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A resident run. `state` is None until operation 0 has made it.
+    """A resident run. `state` is None until operation 0 has made it. `on_trial`: what its row says (`lease.try_`).
 
     `saved_adapter` is the sampler snapshot of the weights at `saved_version`, shared by saves without a step between.
     `lag`: what was done since the last snapshot was taken; `unwritten`: what was done before that and is not covered by
@@ -58,6 +58,7 @@ class Slot:
     epoch: int
     applied_seq: int
     crashes: int = 0
+    on_trial: bool = False
     state: RunState | None = None
     saved_version: int = -1
     saved_adapter: str | None = None
