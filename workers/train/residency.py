@@ -216,9 +216,10 @@ class Residents:
             return
         with self._database.write() as session:
             for slot in sorted(changed, key=lambda slot: slot.run.id):
-                slot.on_trial = not slot.on_trial
                 fence: dict[str, Any] = {"worker_id": self._worker_id, "model_id": slot.run.id, "epoch": slot.epoch}
-                lease.try_(session, **fence, begins=slot.on_trial)
+                lease.try_(session, **fence, begins=not slot.on_trial)
+        for slot in changed:
+            slot.on_trial = not slot.on_trial
 
     def _make_room(self, count: int, pending: set[str], *, owner_id: str | None = None) -> int:
         """Evict runs, of one tenant or of all, for others that wait: idle ones, and if that is not enough, those that
